@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_type_hints
 
 from lightning_recorder.errors import ArgumentError, UnknownArgumentError, closest
 
@@ -15,6 +15,7 @@ __all__ = [
     "check_names",
     "checked_arguments",
     "described_like",
+    "extended_arguments",
     "repr_of_changed",
     "with_checked_arguments",
     "with_replacements",
@@ -100,6 +101,30 @@ def checked_arguments(init: Init) -> Init:
             raise
 
     return cast("Init", wrapper)
+
+
+def extended_arguments(base: type, options: type) -> Callable[[Init], Init]:
+    """Decorate an ``__init__`` with ``**options`` as :func:`checked_arguments` does, and show them in its signature.
+
+    Args:
+        base: The base class that the options are passed to, which has their defaults.
+        options: The ``TypedDict`` with their names.
+    """
+
+    def decorate(init: Init) -> Init:
+        wrapper = checked_arguments(init)
+        *own, _ = inspect.signature(init).parameters.values()
+        shared = [each for name, each in inspect.signature(base).parameters.items() if name in options.__annotations__]
+        types = get_type_hints(vars(base)["__init__"])
+        vars(wrapper)["__signature__"] = inspect.Signature([*own, *shared])
+        wrapper.__annotations__ = {
+            **{each.name: each.annotation for each in own[1:]},
+            **{each.name: types[each.name] for each in shared},
+            "return": None,
+        }
+        return wrapper
+
+    return decorate
 
 
 def described_like(other: type) -> Callable[[Kind], Kind]:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_recorder.callbacks.lightning import LightningModule, Trainer, rank_zero_info
-from lightning_recorder.callbacks.trainer import logged_step
+from lightning_recorder.callbacks.repeated_batches import RepeatedBatches
+from lightning_recorder.callbacks.trainer import device_of, logged_step
 from lightning_recorder.errors import describe_call, warn
 from lightning_recorder.insight import Finding
-from lightning_recorder.internals.module_tree import named_buffers_of, put_entry
+from lightning_recorder.internals.module_tree import modules_of, named_buffers_of, put_entry
+from lightning_recorder.internals.norms import local_values
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.watch import KeptBatch, Reading
+from lightning_recorder.watch.kept import Counters, Slot
 from lightning_recorder.watch.verdict import finding_of_action
 
 __all__ = ["ACTIONS", "StepActions"]
@@ -25,10 +29,13 @@ ACTIONS = ("lower_lr", "skip", "rollback")
 """The actions on a bad step."""
 
 _LOWER_AND_SKIP = "lower_lr+skip"
-_BY_STRENGTH = ("", "lower_lr", _LOWER_AND_SKIP, "skip", "rollback")  # all ranks take the strongest that one wants
+_SEEN = "seen"  # a finding without an action: the state is not kept
+# All ranks take the strongest that one wants.
+_BY_STRENGTH = ("", _SEEN, "lower_lr", _LOWER_AND_SKIP, "skip", "rollback")
+_MOST_REPEATS = 2  # of the same batches in a row: two bad batches may follow each other
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 _BASE_RATES = ("base_lrs", "max_lrs")
-# The settings of a group that a scheduler changes. A scheduler is not set back.
+# The settings of a group that a scheduler changes. If no batches come again, it goes on.
 _SCHEDULED = (*_RATES, "momentum", "betas", "base_momentum", "max_momentum")
 
 
@@ -60,12 +67,30 @@ class StepActions:
         self._lr_factor, self._has_ranks, self._report = lr_factor, has_ranks, report
         self._answers: dict[tuple[str, str, str], tuple[int, str]] = {}
         self._has_failed = self._has_decided = False
-        self._good: list[tuple[int, _Saved]] = []
+        self._good: list[_Good] = []  # the latest two, in order
+        self._of_epoch: _Good | None = None  # the one at the start of the epoch, if these are not both of it
+        self._is_due = False
+        self._batches = RepeatedBatches(trainer, device_of(pl_module)) if self._keeps else None
+        self._counters = Counters(modules_of(pl_module))
+        self._lowered = 1.0  # the product of all factors of the learning rates
+        self._in_step = 0  # the batches of the current step
+        self._plan: tuple[_Good, str] | None = None  # the state to go back to, and why no batches are repeated
+        self._repeats = -1, 0  # the step behind those that repeat others, and how often these were repeated in a row
         self._acted: dict[str, Finding] = {}
         self._count = 0
         self._current = ""  # of _BY_STRENGTH, for the step in progress
         self._untouched: _Saved | None = None
         self._scaler_state: dict[str, Any] | None = None
+
+    def end(self) -> None:
+        """End the fit: leave the loader as it was."""
+        if self._batches is not None:
+            self._batches.detach()
+
+    def add_to_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Let a checkpoint count the batches that are to come again."""
+        if self._batches is not None:
+            self._batches.add_to_checkpoint(checkpoint)
 
     def ask(self, finding: Finding, step: int) -> str:
         """Return the action for a finding, an empty string for none.
@@ -106,11 +131,36 @@ class StepActions:
 
     # The course of a step.
 
+    def begin_epoch(self) -> None:
+        """Begin a fit or an epoch: only batches of the current one can come again."""
+        self._of_epoch = None
+        for each in self._good:
+            each.number = None
+        if self._batches is not None:
+            self._batches.begin_epoch()
+
+    @property
+    def is_repeated(self) -> bool:
+        """True if the current batch has trained the model before."""
+        return self._batches is not None and self._batches.is_repeated
+
+    def rows_of(self, start: Callable[[], list[int] | None] | None) -> list[int] | None:
+        """Return the indices of the samples of the current batch, from a function if it comes for the first time."""
+        if self.is_repeated:
+            return self._batches.rows  # type: ignore[union-attr]  # as is_repeated says
+        rows = None if start is None else start()
+        if self._batches is not None:
+            self._batches.note_rows(rows)
+        return rows
+
     def begin_batch(self) -> None:
         """Begin a batch. Every rank must call it equally often."""
         self._has_decided = False
-        if not self._good and self._keeps:
-            self._keep(logged_step(self._trainer))
+        self._in_step += 1
+        if self._keeps and self._in_step == 1:
+            is_first = self._batches is not None and self._batches.number == 0
+            if not self._good or self._is_due or is_first:
+                self._keep(is_regular=not self._good or self._is_due)
 
     def before_step(
         self,
@@ -133,9 +183,11 @@ class StepActions:
                     wanted = self.ask(finding, reading.step)
                     # A value that is not finite would spoil the parameters at any learning rate.
                     wanted = _LOWER_AND_SKIP if wanted == "lower_lr" and reading.is_bad else wanted
+                if finding is not None:
+                    wanted = wanted or _SEEN
             finally:  # otherwise the other ranks would wait for this one
                 self._current, rank, is_named = self._agreed(wanted, has_cause=has_cause)
-            if self._current:
+            if self._current not in ("", _SEEN):
                 is_shown = finding is not None and (has_cause or not is_named)
                 because = finding.verdict if finding is not None and is_shown else f"a finding on rank {rank}"
                 self._begin_action(optimizer, because, reading)
@@ -148,19 +200,26 @@ class StepActions:
 
     def _agreed(self, wanted: str, *, has_cause: bool) -> tuple[str, int, bool]:
         """Return the action that all ranks take, a rank that wants it, and True if it names a cause. A collective."""
-        trainer = self._trainer
         if not self._has_ranks:
             return wanted, 0, has_cause
-        number = 2 * _BY_STRENGTH.index(wanted) + (has_cause and wanted != "")
-        flag = torch.tensor(
-            float(number * trainer.world_size + trainer.global_rank), device=trainer.strategy.root_device
-        )
-        number, rank = divmod(int(trainer.strategy.reduce(flag, reduce_op="max")), trainer.world_size)
+        number, ranks = 2 * _BY_STRENGTH.index(wanted) + (has_cause and wanted != ""), self._trainer.world_size
+        number, rank = divmod(self._largest(number * ranks + self._trainer.global_rank), ranks)
         return _BY_STRENGTH[number // 2], rank, number % 2 == 1
 
+    def _largest(self, number: int) -> int:
+        """Return the largest number of all ranks. A collective."""
+        strategy = self._trainer.strategy
+        return int(strategy.reduce(torch.tensor(float(number), device=strategy.root_device), reduce_op="max"))
+
     def _begin_action(self, optimizer: Any, because: str, reading: Reading | None) -> None:
+        if self._is_left_out and self._batches is not None:
+            self._batches.leave_out(self._in_step)
+        if self._current == "rollback":
+            with pause_recording():
+                self._plan = self._planned()
         if self._current in ("lower_lr", _LOWER_AND_SKIP):
             _lower_rates(self._trainer, self._lr_factor)
+            self._lowered *= self._lr_factor
         with pause_recording():
             if self._is_left_out:
                 self._scaler_state = _scaler_state(self._trainer)
@@ -183,40 +242,116 @@ class StepActions:
         for each in parameters:
             each.grad = None
 
-    def end_batch(self, *, has_stepped: bool, is_good: bool) -> bool:
-        """End a batch: complete the action, or keep the state after a step without a bad value.
+    def _planned(self) -> tuple[_Good, str]:
+        """Return the state to go back to, and why the batches since then do not come again. A collective."""
+        states, step = self._states(), logged_step(self._trainer)
+        good = next((each for each in states if each.number is not None), None)
+        before, repeats = self._repeats
+        repeats = repeats + 1 if step <= before else 1
+        if good is None or good.number is None or self._batches is None:
+            why = "training_step reads the loader itself"
+        elif repeats > _MOST_REPEATS:
+            why = "they have led to a bad step again"
+        elif not self._is_finite():
+            why = "they have made a parameter that is not finite"
+        else:
+            why = self._batches.why_not(good.number)
+        if self._has_ranks and self._largest(bool(why)):
+            why = why or "those of another rank cannot come again"
+        if why or good is None:
+            self._repeats = -1, 0
+            return states[0], why
+        self._repeats = step + step - good.step + 1, repeats
+        return good, ""
+
+    def _is_finite(self) -> bool:
+        groups = (group for each in self._trainer.optimizers for group in each.param_groups)
+        return all(bool(local_values(each.detach()).isfinite().all()) for group in groups for each in group["params"])
+
+    def end_batch(self, *, has_stepped: bool) -> bool:
+        """End a batch: complete the action, or note that the state after a step without a bad value is to be kept.
 
         Returns:
             True if the step was left out.
         """
+        if self._batches is not None:
+            self._batches.end_batch()
         if not has_stepped:
             return False
         is_left_out, action, self._current = self._is_left_out, self._current, ""
+        self._in_step = 0
         untouched, self._untouched = self._untouched, None
         if untouched is not None:
             untouched.restore()
         if self._scaler_state is not None:
-            scaler: Any = self._trainer.precision_plugin.scaler  # type: ignore[attr-defined]  # it has a state
-            scaler.load_state_dict(self._scaler_state)
+            self._set_scaler(self._scaler_state)
             self._scaler_state = None
         if is_left_out:
             for optimizer in self._trainer.optimizers:
                 optimizer.zero_grad(set_to_none=True)
-        steps = logged_step(self._trainer) + 1
-        if action == "rollback":
-            good = self._good[0][1]
-            good.restore(but=_SCHEDULED)
-            self._good = [(steps, good)]
-        elif self._keeps and is_good and not action and steps - self._good[-1][0] >= self._every:
-            self._keep(steps)
+        plan, self._plan = self._plan, None
+        if plan is not None:
+            self._go_back(*plan)
+        elif self._good and not action:
+            self._is_due = logged_step(self._trainer) + 1 - self._good[-1].step >= self._every
         return is_left_out
 
-    def _keep(self, steps: int) -> None:
-        """Keep the state after some steps, and the one before, which is used: the cause may be some steps back."""
+    def _go_back(self, good: _Good, why_not: str) -> None:
+        """Restore a state, and let the batches since then come again unless there is a reason not to."""
+        batches, number = self._batches, good.number
+        self._good, self._of_epoch, self._is_due = [], None, False  # the next batch begins with a state to keep
+        if why_not or batches is None or number is None:
+            good.saved.restore(but=_SCHEDULED)  # the schedules go on with the batches
+            return
+        is_repeated = batches.has_since(number)
+        if is_repeated or not self._trainer.is_last_batch:
+            good.saved.restore()
+            for each, state in zip(self._trainer.lr_scheduler_configs, good.schedules, strict=True):
+                each.scheduler.load_state_dict(_copied(state))
+            if good.lowered != self._lowered:
+                _lower_rates(self._trainer, self._lowered / good.lowered)
+        else:
+            good.saved.restore(but=_SCHEDULED)  # a schedule of epochs has made its step
+        if good.scaler is not None:
+            self._set_scaler(good.scaler)
+        _set_floats(good.counters)
+        if is_repeated:
+            batches.go_back(number)
+
+    def _set_scaler(self, state: dict[str, Any]) -> None:
+        scaler: Any = self._trainer.precision_plugin.scaler  # type: ignore[attr-defined]  # it has a state
+        scaler.load_state_dict(state)
+
+    def _keep(self, *, is_regular: bool) -> None:
+        """Keep the state before a batch, and the one before, which is used: the cause may be some steps back.
+
+        Args:
+            is_regular: False for one at the start of an epoch that is kept in addition.
+        """
         with pause_recording():
             buffers = [each for _, each in named_buffers_of(self._pl_module)]
-            saved = _Saved(self._trainer.optimizers, buffers)
-        self._good = [*self._good[-1:], (steps, saved)]
+            good = _Good(
+                logged_step(self._trainer),
+                None if self._batches is None else self._batches.number,
+                _Saved(self._trainer.optimizers, buffers),
+                [_copied(each.scheduler.state_dict()) for each in self._trainer.lr_scheduler_configs],
+                _scaler_state(self._trainer),
+                self._counters.keep(),
+                self._lowered,
+            )
+        if is_regular:
+            self._good, self._is_due = [*self._good[-1:], good], False
+            self._of_epoch = None if self._good[0].number is not None else self._of_epoch
+        else:
+            self._of_epoch = good
+        numbers = [each.number for each in self._states() if each.number is not None]
+        if self._batches is not None and numbers:
+            self._batches.forget(min(numbers))
+
+    def _states(self) -> list[_Good]:
+        """Return the states that are kept, in order."""
+        states = self._good if self._of_epoch is None else [*self._good, self._of_epoch]
+        return sorted(states, key=lambda each: each.step)
 
     def _note(self, because: str, loss: float) -> None:
         """Report an action, and that there will be no more."""
@@ -226,7 +361,8 @@ class StepActions:
             step,
             loss,
             because,
-            back=step - self._good[0][0] if action == "rollback" else 0,
+            back=0 if self._plan is None else step - self._plan[0].step,
+            why_not="" if self._plan is None else self._plan[1],
             factor=self._lr_factor,
             is_left_out=self._is_left_out,
             earlier=self._acted.get(action),
@@ -236,6 +372,19 @@ class StepActions:
         if self._count == self._limit:
             rank_zero_info(f"StepWatch has acted {self._limit} times and acts no more, because of max_actions")
         self._report(note)
+
+
+@dataclass
+class _Good:
+    """The state before a batch."""
+
+    step: int  # counted as self.log does
+    number: int | None  # of the batch, among those of the epoch in progress
+    saved: _Saved
+    schedules: list[Any]  # the states of the schedulers
+    scaler: dict[str, Any] | None
+    counters: list[tuple[Slot, Any]]
+    lowered: float  # the product of the factors of the learning rates so far
 
 
 class _Saved:
@@ -319,7 +468,11 @@ def _set_back(kept: KeptBatch) -> None:
         else:
             put_entry(table, name, values.clone())
     kept.random.restore()
-    for slot, value in kept.counters:
+    _set_floats(kept.counters)
+
+
+def _set_floats(counters: list[tuple[Slot, Any]]) -> None:
+    for slot, value in counters:
         if isinstance(value, float):
             slot.write(value)
 

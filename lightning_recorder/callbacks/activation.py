@@ -31,15 +31,6 @@ class ActivationRecorder(TensorsCallback):
 
     Args:
         names: Module names or globs, such as ``"encoder.*"``; see :class:`~lightning_recorder.Selection`.
-        types: Module classes or their names. If ``names`` is also given, a module must match both.
-        exclude: Names or globs of modules to leave out.
-        every_n_train_steps: Record the first optimizer step and then every n-th one. Defaults to
-            ``Trainer(log_every_n_steps=…)``, or to every step if ``schedule`` has a window or a predicate. Steps count
-            from 0, so 100 records steps 0, 99, 199, …. With ``every_n_train_steps=0``, nothing is recorded.
-        schedule: Further conditions on the steps, and a limit on the overhead; see
-            :class:`~lightning_recorder.Schedule`.
-        reduce: The steps that are merged into one record. ``"step"``: each recorded step is a record. A number n: all
-            recorded steps in a window of n optimizer steps. ``"epoch"``: all recorded steps of an epoch.
         tensors: The tensors of a module to record: any of ``"inputs"`` and ``"outputs"``. Inputs are those before the
             call, positional or by keyword, also in nested containers; their tags are ``activations/<module>/in[0]/…``
             and ``activations/<module>/in.mask/…``.
@@ -53,6 +44,15 @@ class ActivationRecorder(TensorsCallback):
             second call in a call of ``encoder``. ``names``, ``types`` and ``exclude`` apply to functions, too. A
             function that is all of a module, as in ``nn.ReLU``, is recorded as the module. Functions in compiled code
             are recorded only if it runs eagerly.
+        types: Module classes or their names. If ``names`` is also given, a module must match both.
+        exclude: Names or globs of modules to leave out.
+        every_n_train_steps: Record the first optimizer step and then every n-th one. Defaults to
+            ``Trainer(log_every_n_steps=…)``, or to every step if ``schedule`` has a window or a predicate. Steps count
+            from 0, so 100 records steps 0, 99, 199, …. With ``every_n_train_steps=0``, nothing is recorded.
+        schedule: Further conditions on the steps, and a limit on the overhead; see
+            :class:`~lightning_recorder.Schedule`.
+        reduce: The steps that are merged into one record. ``"step"``: each recorded step is a record. A number n: all
+            recorded steps in a window of n optimizer steps. ``"epoch"``: all recorded steps of an epoch.
         statistics: The statistics to show as scalars: any of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
             ``zero_fraction``, ``nan_count``, ``inf_count``, ``batch_spread``, ``rank_mean_min``, ``rank_mean_max`` and
             quantiles such as ``quantile_0.99``. ``batch_spread`` is the part of the size of an output ``[samples,

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from lightning_recorder.callbacks.activation import ActivationRecorder
 from lightning_recorder.callbacks.lightning import LightningModule
 from lightning_recorder.callbacks.output_options import Outputs
-from lightning_recorder.callbacks.statistics import StatisticsCallback
+from lightning_recorder.callbacks.statistics import SampledOptions, StatisticsCallback
 from lightning_recorder.internals.module_tree import is_a, named_modules_of
-from lightning_recorder.schedule import Schedule
 from lightning_recorder.selection import SelectedModules, Selection
-from lightning_recorder.signatures import checked_arguments, described_like
-from lightning_recorder.sinks import Sink
+from lightning_recorder.signatures import described_like, extended_arguments
 from lightning_recorder.statistics import BaseStatisticsRecorder, StatisticsRecorder
 from lightning_recorder.taps import CostTap
 
@@ -59,33 +57,16 @@ class CostRecorder(StatisticsCallback):
     group = "costs"
     _compiled_choices = ("skip",)
 
-    @checked_arguments
+    @extended_arguments(StatisticsCallback, SampledOptions)
     def __init__(
         self,
         names: str | Sequence[str] | None = None,
         *,
-        types: str | type[nn.Module] | Sequence[str | type[nn.Module]] | None = None,
-        exclude: str | Sequence[str] | None = None,
-        every_n_train_steps: int | None = None,
-        schedule: Schedule = Schedule(),
         outputs: Outputs = Outputs(),
-        name: str = "",
-        sinks: Iterable[Sink] = (),
-        strict: bool = False,
+        **options: Unpack[SampledOptions],
     ) -> None:
-        super().__init__(
-            names,
-            types=types,
-            exclude=exclude,
-            every_n_train_steps=every_n_train_steps,
-            schedule=schedule,
-            statistics="mean",
-            outputs=replace(outputs, histograms=False, plots=False, dumps=False),
-            compiled="skip",
-            name=name,
-            sinks=sinks,
-            strict=strict,
-        )
+        outputs = replace(outputs, histograms=False, plots=False, dumps=False)
+        super().__init__(names, statistics="mean", outputs=outputs, compiled="skip", **options)
         self.sampling = replace(self.sampling, delay=1)
 
     @override

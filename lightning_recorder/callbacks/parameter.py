@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from lightning_recorder.callbacks.activation import ActivationRecorder
 from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.lightning import LightningModule, Trainer, rank_zero_info
-from lightning_recorder.callbacks.output_options import Outputs
-from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS, StatisticsCallback
+from lightning_recorder.callbacks.statistics import StatisticsCallback, StatisticsOptions
 from lightning_recorder.callbacks.trainer import averaged_ranks, gradient_factor, is_automatic
 from lightning_recorder.errors import SelectionError, check_some
 from lightning_recorder.internals.module_tree import ModuleSet, class_name, stored_attribute
 from lightning_recorder.module_names import default_modules, named_submodules, own_parameters
-from lightning_recorder.reductions.user import Extras
-from lightning_recorder.schedule import Schedule
 from lightning_recorder.selection import SelectedModules, Selection
-from lightning_recorder.signatures import checked_arguments, described_like
-from lightning_recorder.sinks import Sink
+from lightning_recorder.signatures import described_like, extended_arguments
 from lightning_recorder.statistics import (
     EVERY_PARAMETER_PART,
     PARAMETER_PARTS,
@@ -98,44 +94,19 @@ class ParameterRecorder(StatisticsCallback):
 
     group = "parameters"
 
-    @checked_arguments
+    @extended_arguments(StatisticsCallback, StatisticsOptions)
     def __init__(
         self,
         names: str | Sequence[str] | None = None,
         *,
-        types: str | type[nn.Module] | Sequence[str | type[nn.Module]] | None = None,
-        exclude: str | Sequence[str] | None = None,
-        every_n_train_steps: int | None = None,
-        schedule: Schedule = Schedule(),
-        reduce: int | Literal["step", "epoch"] = "step",
         parts: str
         | Sequence[
             Literal["values", "gradients", "updates", "moments", "buffers", "batch_gradients"]
         ] = PARAMETER_PARTS,  # type: ignore[assignment]  # a tuple of just these
-        statistics: str | Sequence[str] = DEFAULT_STATISTICS,
-        extra: Extras = (),
-        outputs: Outputs = Outputs(),
-        compiled: Literal["auto", "eager", "inside", "skip"] = "auto",
-        name: str = "",
-        sinks: Iterable[Sink] = (),
-        strict: bool = False,
+        **options: Unpack[StatisticsOptions],
     ) -> None:
         self.parts = check_some("parts", parts, EVERY_PARAMETER_PART, _SYNONYMS)
-        super().__init__(
-            names,
-            types=types,
-            exclude=exclude,
-            every_n_train_steps=every_n_train_steps,
-            schedule=schedule,
-            reduce=reduce,
-            statistics=statistics,
-            extra=extra,
-            outputs=outputs,
-            compiled=compiled,
-            name=name,
-            sinks=sinks,
-            strict=strict,
-        )
+        super().__init__(names, **options)
 
     @override
     def _choose(self, pl_module: LightningModule) -> SelectedModules:

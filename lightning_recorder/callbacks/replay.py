@@ -6,7 +6,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recorder.callbacks.lightning import DummyLogger, LightningModule, Trainer
+from lightning_recorder.callbacks.row_shares import RowShares
 from lightning_recorder.callbacks.trainer import device_of, is_automatic
 from lightning_recorder.errors import RecorderError
 from lightning_recorder.internals.autograd import has_accumulate_hooks
@@ -22,6 +23,7 @@ from lightning_recorder.internals.module_tree import modules_of, named_buffers_o
 from lightning_recorder.internals.norms import norms_of
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.preserve_state import ModuleState, own_copies, same_gradients, same_random_numbers
+from lightning_recorder.internals.random_states import RandomStates
 from lightning_recorder.module_names import named_submodules
 from lightning_recorder.structure import ignore_unknown, iter_tensors
 from lightning_recorder.watch import KeptBatch, Origin, OriginTrace
@@ -130,6 +132,7 @@ def computed(
     parameters: list[nn.Parameter],
     *,
     of_gradient: bool,
+    shares: RowShares | None = None,
 ) -> float | None:
     """Run a step again with another batch, and return its loss or its gradient norm; None if it has no loss.
 
@@ -138,13 +141,20 @@ def computed(
     Raises:
         ReplayError: If the gradients cannot be computed.
     """
-    with unchanged(trainer, pl_module, parameters, device_of(pl_module)), kept.restored(parameters):
-        if not of_gradient:
+    device = device_of(pl_module)
+    with unchanged(trainer, pl_module, parameters, device), kept.restored(parameters):
+        with shares or nullcontext():
             loss = loss_of(trainer, pl_module, batch, kept.batch_idx)
-            return None if loss is None else float(loss.detach())
+        if loss is None:
+            return None
+        if shares is not None:
+            shares.read_loss(loss)
+            shares.draws = not RandomStates([device]).equal(kept.random)
+        if not of_gradient:
+            return float(loss.detach())
         gradients = _Gradients(trainer, parameters, by_backward=False)
         try:
-            _run_automatic(trainer, pl_module, batch, kept, gradients)
+            gradients.add(_scaled(trainer, loss / trainer.accumulate_grad_batches))
         except _NeedsBackward as error:
             raise ReplayError("reentrant checkpointing computes no gradients of parts of a batch") from error
         found = [each.grad for each in parameters if each.grad is not None]

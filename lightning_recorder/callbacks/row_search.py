@@ -1,9 +1,9 @@
-"""Finds the sample that makes a step bad: the step is run again without parts of its batch."""
+"""Finds the sample that makes a step bad: the step is run again without it, or without parts of its batch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_recorder.callbacks.lightning import LightningModule, Trainer
 from lightning_recorder.callbacks.replay import computed
+from lightning_recorder.callbacks.row_shares import RowShares
 from lightning_recorder.check.answer import NoAnswerError
 from lightning_recorder.check.batches import rows_of, take_rows
 from lightning_recorder.internals.module_tree import parameters_of
@@ -40,18 +41,24 @@ def find_row(
     pl_module: LightningModule,
     kept: KeptBatch,
     is_bad: Callable[[float], bool],
-    whole: float,
     *,
     of_gradient: bool,
     must_be_only: bool = False,
 ) -> FoundRow | None:
-    """Run a step again without parts of its batch until the sample that makes it bad is known.
+    """Run a step again until the sample that makes it bad is known.
 
-    At most the logarithm of the number of samples to the base 2, rounded up, and two are run. Everything is the same
-    afterwards.
+    The first replay shows the share of each sample. If one stands out, the second is without it. Otherwise, or if that
+    changes nothing, the step is run without parts of its batch; see :func:`search`. Everything is the same afterwards.
+
+    Where the shares of the other samples depend on the one that was left out, or are not known, another one may be the
+    cause. It is then only named if its numbers are far larger than those of all others, or if it makes either half of
+    the others bad: no other sample is in both.
+
+    If the step draws random numbers, another sample takes the place of the one that is left out in the last replay, so
+    that each sample gets the same numbers.
 
     ``is_bad`` tells from the loss of some samples, or with ``of_gradient`` from the gradient norm, whether they are
-    bad. ``whole`` is the value that all had together. With ``must_be_only``, the search ends when several are bad.
+    bad. With ``must_be_only``, the search ends when several are bad.
 
     Returns:
         None if no sample makes the step bad, or if the samples cannot be told apart.
@@ -65,51 +72,81 @@ def find_row(
         return None
     if samples < 2 or kept.is_changed:
         return None
+    every = list(range(samples))
     parameters = list(parameters_of(pl_module))
-    values: dict[tuple[int, ...], float] = {(): math.nan}
+    runs: dict[tuple[int, ...], tuple[float, RowShares]] = {}
 
-    def value(rows: Iterable[int]) -> float:
+    def run(rows: Sequence[int]) -> tuple[float, RowShares]:
         key = tuple(rows)
-        if key not in values:
+        if key not in runs:
             batch = take_rows(kept.batch, list(key))
-            found = computed(trainer, pl_module, kept, batch, parameters, of_gradient=of_gradient)
-            values[key] = math.nan if found is None else found
-        return values[key]
+            shares = RowShares(batch, len(key), parameters, of_gradient=of_gradient)
+            found = computed(trainer, pl_module, kept, batch, parameters, of_gradient=of_gradient, shares=shares)
+            runs[key] = math.nan if found is None else found, shares
+        return runs[key]
 
-    found = search(samples, lambda rows: is_bad(value(rows)), must_be_only=must_be_only)
-    if found is None:
+    def looks_bad(rows: Sequence[int]) -> bool:
+        return is_bad(run(rows)[0])
+
+    whole, shares = run(every)
+    if not is_bad(whole):
+        return None  # the step is as usual when it is run again
+
+    def confirmed(place: int, usual: list[int]) -> FoundRow | None:
+        """Return a sample if it makes others bad that are not bad without it."""
+        rows = sorted([*usual, place])
+        others, kept_places = usual, [index for index, each in enumerate(rows) if each != place]
+        if shares.draws:
+            others = [min(usual, key=lambda each: abs(each - place)) if each == place else each for each in rows]
+        if looks_bad(others) or not looks_bad(rows):
+            return None
+        (value, having), (without, lacking) = run(rows), run(others)
+        same_places = kept_places if shares.draws else range(len(others))
+        is_alone = having.agree(lacking, kept_places, same_places) or place == shares.standing_out
+        halves = (sorted([*part, place]) for part in (usual[::2], usual[1::2]))
+        if not is_alone and not all(map(looks_bad, halves)):
+            return None
+        return FoundRow(place, value, without, len(usual), len(rows) == samples, len(runs))
+
+    for suspects in shares.suspects(is_bad, whole):
+        if len(suspects) == 1 or not must_be_only:
+            found = confirmed(suspects[0], [each for each in every if each not in suspects])
+            if found is not None:
+                return found
+    candidate = search(samples, looks_bad, must_be_only=must_be_only)
+    if candidate is None:
         return None
-    place, usual, is_only = found
-    replays = len(values) - 1
-    having = whole if is_only else value(sorted([*usual, place]))
-    return FoundRow(place, having, value(usual), len(usual), is_only, replays)
+    place, usual = candidate
+    found = confirmed(place, [each for each in every if each != place])
+    if found is not None or must_be_only:
+        return found
+    if usual:
+        return confirmed(place, usual)
+    return FoundRow(place, run([place])[0], math.nan, 0, False, len(runs))
 
 
 def search(
     samples: int, is_bad: Callable[[Sequence[int]], bool], *, must_be_only: bool = False
-) -> tuple[int, list[int], bool] | None:
+) -> tuple[int, list[int]] | None:
     """Return the bad one of some samples; None if there is none.
 
-    All samples together are known to be bad. At most ``ceil(log2(samples)) + 2`` parts are looked at: as many as tell
-    the samples apart, one more for the answer that it is none of them, and the one without the bad sample, which
-    tells whether there are others.
+    All together are known to be bad. At most ``ceil(log2(samples)) + 1`` parts are looked at: as many as tell the
+    samples apart, and one more that tells whether both halves are bad. If they are, it is one more.
 
     Returns:
-        The bad sample, other samples that are not bad without it and bad with it, and True if these are all others.
+        The bad sample, and others that are not bad without it and bad with it.
 
     Example:
         >>> search(8, lambda rows: 5 in rows)
-        (5, [0, 1, 2, 3, 4, 6, 7], True)
+        (5, [0, 1, 2, 3, 4])
         >>> search(8, lambda rows: 5 in rows or 2 in rows)
-        (2, [0, 1], False)
+        (2, [0, 1])
     """
-    every = list(range(samples))
-    first, last = every[: samples // 2], every[samples // 2 :]
+    first, last = list(range(samples // 2)), list(range(samples // 2, samples))
     # Some samples that are as usual, and some that make these bad. The usual ones stay in each further part, so that
     # the statistics of a normalization do.
     usual, suspects = last, first
-    has_bad = is_bad(last)
-    if has_bad:
+    if is_bad(last):
         usual, suspects = first, last
         if is_bad(first):
             if must_be_only:
@@ -119,18 +156,12 @@ def search(
     while len(suspects) > 1:
         half, rest = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
         if is_bad(sorted([*usual, *half])):
-            suspects, has_bad = half, True
+            suspects = half
         else:
             usual, suspects = sorted([*usual, *half]), rest
-    place = suspects[0]
-    if are_several:
-        # Otherwise nothing may depend on the samples.
-        return (place, usual, False) if usual or (rest and not is_bad(rest)) else None
-    if not has_bad and not is_bad(every):
-        return None  # the step is as usual when it is run again
-    others = [each for each in every if each != place]
-    is_only = not is_bad(others)
-    return place, others if is_only else usual, is_only
+    if are_several and not usual and not (rest and not is_bad(rest)):
+        return None  # otherwise nothing may depend on the samples
+    return suspects[0], usual
 
 
 def describe_row(batch: Any, place: int) -> str:

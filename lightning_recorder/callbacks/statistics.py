@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypedDict
 
 from torch import nn
 from typing_extensions import override
@@ -68,7 +68,29 @@ from lightning_recorder.statistics import (
 )
 from lightning_recorder.taps import Site
 
-__all__ = ["DEFAULT_STATISTICS", "StatisticsCallback"]
+__all__ = ["DEFAULT_STATISTICS", "SampledOptions", "StatisticsCallback", "StatisticsOptions"]
+
+
+class SampledOptions(TypedDict, total=False):
+    """The types of the arguments of every recorder of statistics. ``StatisticsCallback`` has their defaults."""
+
+    types: str | type[nn.Module] | Sequence[str | type[nn.Module]] | None
+    exclude: str | Sequence[str] | None
+    every_n_train_steps: int | None
+    schedule: Schedule
+    name: str
+    sinks: Iterable[Sink]
+    strict: bool
+
+
+class StatisticsOptions(SampledOptions, total=False):
+    """The same with the arguments that the recorder of costs does not have."""
+
+    reduce: int | Literal["step", "epoch"]
+    statistics: str | Sequence[str]
+    extra: Extras
+    outputs: Outputs
+    compiled: Literal["auto", "eager", "inside", "skip"]
 
 
 class StatisticsCallback(ResumingCallback):

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from lightning_recorder.callbacks.lightning import LightningModule, Trainer, rank_zero_info
 from lightning_recorder.callbacks.messages import say_compiled, warn_of_eager_memory
-from lightning_recorder.callbacks.output_options import Outputs
-from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS, StatisticsCallback
+from lightning_recorder.callbacks.statistics import StatisticsCallback, StatisticsOptions
 from lightning_recorder.callbacks.trainer import device_of
 from lightning_recorder.errors import check_bool, check_some, warn
 from lightning_recorder.functions import DEFAULT_KINDS, FUNCTIONS, KINDS, SCORE_KINDS, ChosenFunctions, function_of
@@ -23,11 +22,8 @@ from lightning_recorder.internals.compiled_operators import compile_time_s, why_
 from lightning_recorder.internals.module_tree import ModuleSet
 from lightning_recorder.module_names import named_submodules
 from lightning_recorder.names import compile_glob
-from lightning_recorder.reductions.user import Extras
-from lightning_recorder.schedule import Schedule
 from lightning_recorder.selection import SelectedModules
-from lightning_recorder.signatures import checked_arguments
-from lightning_recorder.sinks import Sink
+from lightning_recorder.signatures import extended_arguments
 from lightning_recorder.statistics import BaseStatisticsRecorder, RunRecorder, StatisticsRecorder
 from lightning_recorder.taps import Tap
 
@@ -46,47 +42,22 @@ class TensorsCallback(StatisticsCallback):
     _chosen_functions: ChosenFunctions | None = None
     _traced: ModuleSet = ModuleSet()
 
-    @checked_arguments
+    @extended_arguments(StatisticsCallback, StatisticsOptions)
     def __init__(
         self,
         names: str | Sequence[str] | None = None,
         *,
-        types: str | type[nn.Module] | Sequence[str | type[nn.Module]] | None = None,
-        exclude: str | Sequence[str] | None = None,
-        every_n_train_steps: int | None = None,
-        schedule: Schedule = Schedule(),
-        reduce: int | Literal["step", "epoch"] = "step",
         tensors: str | Sequence[Literal["inputs", "outputs"]] = ("outputs",),
         per_call: bool = False,
         functions: bool | str | Sequence[str] | None = None,
-        statistics: str | Sequence[str] = DEFAULT_STATISTICS,
-        extra: Extras = (),
-        outputs: Outputs = Outputs(),
-        compiled: Literal["auto", "eager", "inside", "skip"] = "auto",
-        name: str = "",
-        sinks: Iterable[Sink] = (),
-        strict: bool = False,
+        **options: Unpack[StatisticsOptions],
     ) -> None:
         chosen = check_some("tensors", tensors, _TENSORS, {"input": "inputs", "output": "outputs"})
         self.tensors = tuple(each for each in _TENSORS if each in chosen)
         check_bool("per_call", per_call)
         self.per_call = bool(per_call)
         self.functions = _checked_functions(functions)
-        super().__init__(
-            names,
-            types=types,
-            exclude=exclude,
-            every_n_train_steps=every_n_train_steps,
-            schedule=schedule,
-            reduce=reduce,
-            statistics=statistics,
-            extra=extra,
-            outputs=outputs,
-            compiled=compiled,
-            name=name,
-            sinks=sinks,
-            strict=strict,
-        )
+        super().__init__(names, **options)
 
     @override
     def _idle(self) -> dict[str, Any]:

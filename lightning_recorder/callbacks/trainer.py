@@ -44,7 +44,7 @@ __all__ = [
 _FOLDER_BYTES = 4096  # the size of an empty folder
 _MOST_RUNS = 10_000  # at the same time in one folder
 
-# The folder of each trainer's recordings, by :func:`recorder_directory` and by :func:`exclusive_directory`.
+# For each trainer, what :func:`recorder_directory` and :func:`exclusive_directory` returned.
 _exclusive: weakref.WeakKeyDictionary[Trainer, tuple[Path, Path]] = weakref.WeakKeyDictionary()
 
 

@@ -21,6 +21,7 @@ from lightning_recorder.callbacks.trainer import (
     are_ranks_even,
     decline,
     ends_step,
+    is_automatic,
     logged_step,
     make_directory,
     stepped,
@@ -82,12 +83,14 @@ class StepWatch(RecorderCallback):
         spikes: The multiple of the running median from which on a value is a spike; 0 reports no spikes.
         on_finding: The action on a finding. ``"warn"`` logs it, once per kind and module. ``"stop"`` also saves a
             checkpoint and ends the fit. ``"skip"``, ``"rollback"`` and ``"lower_lr"`` act on each bad step before its
-            optimizer steps: they leave it out; restore parameters, buffers and optimizer of some steps before as well;
-            or lower the learning rate. A function is called with each :class:`~lightning_recorder.insight.Finding`. If
-            it returns one of these three words, that is done, and it is called again at the next such step.
+            optimizer steps: they leave it out; restore the state of some steps before as well, whose batches then come
+            again; or lower the learning rate. A function is called with each
+            :class:`~lightning_recorder.insight.Finding`. If it returns one of these three words, that is done, and it
+            is called again at the next such step.
         max_actions: The maximum number of times that it acts in a fit.
-        rollback_steps: A rollback goes back at most this number of steps, by default 50. Two copies of the parameters,
-            the buffers and the optimizer's state are kept for it. A function that may return ``"rollback"`` needs it.
+        rollback_steps: A rollback goes back at most this number of steps, by default 50. The batches of the latest
+            steps are kept for it where the loader made them, and two copies of the parameters, the buffers and the
+            optimizer's state, three after the start of an epoch. A function that may return ``"rollback"`` needs it.
         lr_factor: The factor of ``"lower_lr"`` for all learning rates, also those of the schedulers.
         wait: Wait for the device before each optimizer step, so that a bad step can be run again exactly. On a CPU,
             there is nothing to wait for.
@@ -303,8 +306,10 @@ class StepWatch(RecorderCallback):
         if not is_asked and not callable(self.on_finding):
             return None
         why = ""
-        if not pl_module.automatic_optimization:
-            why = "with manual optimization, training_step itself steps the optimizers"
+        if not is_automatic(pl_module):
+            is_loop = not hasattr(pl_module, "automatic_optimization")
+            what = "in a loop of your own, it" if is_loop else "with manual optimization, training_step itself"
+            why = f"{what} steps the optimizers"
         elif trainer.strategy.handles_gradient_accumulation:
             why = f"{type(trainer.strategy).__name__} steps the optimizer itself"
         elif not is_asked and not (self.wait or pl_module.device.type == "cpu"):
@@ -423,7 +428,9 @@ class StepWatch(RecorderCallback):
 
     @override
     def _end(self, trainer: Trainer) -> None:
-        self._actions, self._votes = None, False
+        actions, self._actions, self._votes = self._actions, None, False
+        if actions is not None:
+            actions.end()
         super()._end(trainer)
 
     # Batches.
@@ -437,7 +444,12 @@ class StepWatch(RecorderCallback):
             self._actions.begin_batch()
         if self._run is not None and self._enabled:
             step = logged_step(trainer)
-            rows = None if self._samples is None else self._samples.start_batch(batch, batch_idx, step)
+            if self._actions is not None:
+                samples = self._samples
+                start = None if samples is None else partial(samples.start_batch, batch, batch_idx, step)
+                rows = self._actions.rows_of(start)
+            else:
+                rows = None if self._samples is None else self._samples.start_batch(batch, batch_idx, step)
             self._run.start_batch(batch, batch_idx, step, rows)
 
     @guarded
@@ -471,14 +483,14 @@ class StepWatch(RecorderCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        run, is_last, is_left_out = self._run, stepped(trainer, batch_idx), False
+        run, is_last, is_left_out, is_repeated = self._run, stepped(trainer, batch_idx), False, False
         if self._actions is not None:
-            is_good = run is not None and run.bad is None
-            is_left_out = self._actions.end_batch(has_stepped=is_last, is_good=is_good)
+            is_repeated = self._actions.is_repeated
+            is_left_out = self._actions.end_batch(has_stepped=is_last)
         try:
             if run is not None:
                 run.end_batch(is_last=is_last, is_left_out=is_left_out)
-            if self._samples is not None and self._samples.has_end:
+            if self._samples is not None and self._samples.has_end and not is_repeated:
                 self._samples.end_batch(batch)
             if self._ranks is not None and ends_step(trainer, batch_idx):
                 self._ranks.end_step(logged_step(trainer) + 1, has_stepped=is_last)
@@ -529,7 +541,16 @@ class StepWatch(RecorderCallback):
 
     @guarded
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self._actions is not None:  # a fit that resumes within an epoch does not start one
+            self._actions.begin_epoch()
+
+    @guarded
+    @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._actions is not None:
+            self._actions.begin_epoch()
         if self._run is not None:  # Lightning computes the metrics of an epoch after its last hook
             self._run.read_logged()
 
@@ -538,6 +559,8 @@ class StepWatch(RecorderCallback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._run is not None:  # a run that is killed later and resumes here has no other record of these steps
             self._run.save()
+        if self._actions is not None:
+            self._actions.add_to_checkpoint(checkpoint)
 
     @guarded
     @override

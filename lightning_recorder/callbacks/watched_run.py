@@ -475,7 +475,7 @@ class WatchedRun:
             return None
         series, value, median = spikes[0]
         batches = [each for each in reading.batches if each.losses]
-        if not batches or (series != "loss" and len(batches) > 1):
+        if not batches:
             return None
         batch = max(batches, key=lambda each: float(each.losses[-1])) if len(batches) > 1 else batches[0]
         share = math.sqrt(median / value)  # between a spike and a usual step
@@ -514,16 +514,12 @@ class WatchedRun:
         try:
             if self._trainer.world_size > 1:  # raises an error if the step communicates
                 replay(self._trainer, self._pl_module, [batch])
-            of_gradient = series != "loss"
-            loss = None if of_gradient or len(reading.batches) == 1 else self._reading([batch]).loss
-            whole = reading.values[of_gradient] if loss is None else float(loss)
             found = find_row(
                 self._trainer,
                 self._pl_module,
                 batch,
                 is_bad,
-                whole,
-                of_gradient=of_gradient,
+                of_gradient=series != "loss",
                 must_be_only=must_be_only,
             )
         except Exception:  # noqa: BLE001 - the step of the user may raise anything for a part of its batch

@@ -82,6 +82,7 @@ _FIRST_COMPARED, _GROWTH_OF_RANKS = 8, 8
 _COMPARED_STEPS = 16
 _CHECKED = 64  # batches of a run that are looked at again after their step
 _WIDE = 4  # values of a sample from which on a tensor is an input
+_COMPARED, _MOST_COMPARED = 8, 4096  # batches whose inputs are compared with the target, and values of a sample
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _NAMES_OF_CLASSES = ("label", "labels", "y", "target", "targets")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -143,6 +144,8 @@ class WatchedSamples:
         self._epochs: list[EpochFacts] = []
         self._loader: LoaderFacts | None = None
         self._values = 0  # of a sample
+        self._copies: np.ndarray[Any, Any] | None = None  # 1 for the values of a sample that were always the target
+        self._compared = 0  # samples
         self._batches = self._ended = 0
         self.has_end = True
         """False if there is nothing to do at the end of the current batch."""
@@ -362,6 +365,8 @@ class WatchedSamples:
         worker = number % workers if workers > 1 and number is not None else None
         if self._batches == 1:
             self._transfer(different_values(batch), self._add_values)
+        if self._batches <= _COMPARED:
+            self._transfer(_copies_of_target(batch), self._add_copies)
         numbers = self._numbers(batch)
         add = partial(self._add, epoch, step, known, rows is None, worker)
         if numbers is None and known is not None:  # the indices alone
@@ -449,6 +454,18 @@ class WatchedSamples:
     def _add_values(self, numbers: np.ndarray[Any, Any]) -> None:
         if self._loader is not None and len(numbers):
             self._loader = replace(self._loader, values=int(numbers.min()))
+
+    def _add_copies(self, copies: np.ndarray[Any, Any]) -> None:
+        """Add which values of the inputs are the target, behind the number of the samples."""
+        number, found = int(copies[0]), copies[1:]
+        if self._loader is None or not number:
+            return
+        before = found if self._copies is None else self._copies
+        # Sequences of other lengths have no places in common.
+        self._copies = found * before if len(found) == len(before) else np.zeros_like(found)
+        self._compared += number
+        place = int(self._copies.argmax()) if self._copies.any() else -1
+        self._loader = replace(self._loader, target_place=place, compared=self._compared)
 
     def _add(
         self,
@@ -558,7 +575,8 @@ class WatchedSamples:
         if epoch.batches:
             facts = epoch.facts(self._before)
             self._epochs.append(replace(facts, **self._union(epoch)))
-            self._before = epoch
+            if self._before is None or not self._is_over:  # a part of an epoch has few samples of the validation
+                self._before = epoch
         if len(self._epochs) > 2 * _MOST_EPOCHS:
             del self._epochs[_MOST_EPOCHS]
         if epoch.epoch < _MOST_EPOCHS or not epoch.epoch & (epoch.epoch - 1):
@@ -681,6 +699,29 @@ def _classes(batch: Any) -> Any:
         return batch[1] if len(batch) == 2 else None
     found = dict(iter_tensors(batch, "", unknown=ignore_unknown))
     return next((found[f".{name}"] for name in _NAMES_OF_CLASSES if f".{name}" in found), None)
+
+
+@torch.no_grad()
+def _copies_of_target(batch: Any) -> Tensor | None:
+    """Return the number of samples, and 1 for each value of the inputs that is the target in all of them, or 0.
+
+    The target is one number for each sample, and the inputs are the first floats with several. The number of samples is
+    0 if all have the same target. None if the batch has no such tensors.
+    """
+    with pause_recording(), without_functions():
+        target = _classes(batch)
+        if type(target) is not Tensor or not target.dim() or target.numel() != len(target) or target.is_complex():
+            return None
+        column = target.detach().reshape(-1, 1)
+        for _, each in iter_tensors(batch, unknown=ignore_unknown):
+            if type(each) is not Tensor or each.dim() < 2 or not each.is_floating_point() or each is target:
+                continue
+            if len(each) == len(target) < each.numel() and each.device == target.device:
+                rows = each.detach().flatten(1)[:, :_MOST_COMPARED]
+                found = (rows == column.to(rows.dtype)).all(0)
+                number = (column != column[0]).any() * len(target)
+                return torch.cat([number.reshape(1), found]).to(torch.int64)
+        return None
 
 
 def _numbers_of(classes: Any, samples: int) -> Tensor | None:

@@ -12,15 +12,22 @@ from torch import Tensor
 from lightning_recorder.bins import BIN_SHIFT, CLASSES, FIRST_CLASS_BIN, NO_CLASS_BIN
 from lightning_recorder.records.classes import CLASS_COUNTS
 
-__all__ = ["classes_of_loss", "padding_of", "share_of_next", "sides_of_loss", "some_of"]
+__all__ = ["classes_of_loss", "padding_of", "share_of_ends", "share_of_next", "sides_of_loss", "some_of"]
 
 _MOST_VALUES = 1 << 20
+_FEWEST_POSITIONS = 2
 
 # They compare predictions with each other.
 _WITHOUT_TARGET = ("triplet_margin_loss", "triplet_margin_with_distance_loss")
 _OF_PAIRS = ("cosine_embedding_loss", "margin_ranking_loss")  # the target is their third argument
 _IGNORING = {"cross_entropy": 4, "nll_loss": 4}  # the place of the argument ``ignore_index``
 _IGNORED = -100  # its default
+# The argument with the weights of the classes, and its place.
+_WEIGHTING = {
+    "cross_entropy": ("weight", 2),
+    "nll_loss": ("weight", 2),
+    "binary_cross_entropy_with_logits": ("pos_weight", 6),
+}
 _OF_CLASSES = ("cross_entropy", "nll_loss", "multi_margin_loss")
 # The least output that stands for the second class.
 _OF_TWO_CLASSES = {"binary_cross_entropy": 0.5, "binary_cross_entropy_with_logits": 0.0}
@@ -33,6 +40,8 @@ def sides_of_loss(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
     The third, ``in.target.ignored``, is True where a class number is the one to ignore. Its mean is the share of
     ignored targets. Likewise, ``in.target.blank`` is True where a label of ``ctc_loss`` is the blank, without padding.
+    A loss that weights classes has their weights as ``in.target.weights``, and ``in.target.weight`` is that of each
+    target.
 
     Example:
         >>> import torch
@@ -56,7 +65,35 @@ def sides_of_loss(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         sides["in.target.ignored"] = target == _ignored_class(name, args, kwargs)
     if name == "ctc_loss" and target.numel():
         sides["in.target.blank"] = _blanks(target, args, kwargs)
-    return sides
+    return sides | _weights(name, sides, args, kwargs)
+
+
+def _weights(
+    name: str, sides: Mapping[str, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Return the weight of each class and that of each target, which is 0 for one to ignore; empty without weights."""
+    if name not in _WEIGHTING:
+        return {}
+    argument, place = _WEIGHTING[name]
+    weights, target = args[place] if len(args) > place else kwargs.get(argument), some_of(sides["in.target"])
+    if (
+        type(weights) is not Tensor
+        or type(target) is not Tensor
+        or not target.numel()
+        or weights.device != target.device
+    ):
+        return {}
+    weights = weights.detach()
+    if name in _OF_TWO_CLASSES:
+        if weights.numel() != 1:  # several outputs have classes of their own
+            return {}
+        weights = torch.cat([torch.ones_like(weights).reshape(1), weights.reshape(1)])
+        return {"in.target.weights": weights, "in.target.weight": 1 + (weights[1] - 1) * target.detach()}
+    if target.is_floating_point() or not weights.numel():
+        return {}
+    counts = ~some_of(sides["in.target.ignored"])
+    of_each = weights[(target * counts).clamp(0, len(weights) - 1)]
+    return {"in.target.weights": weights, "in.target.weight": of_each * counts}
 
 
 def _blanks(labels: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
@@ -158,6 +195,34 @@ def share_of_next(target: Tensor, tokens: Tensor, *, ahead: int = 1) -> Tensor |
     for place in range(ahead):
         counts &= tokens[:, place : place - ahead] != after
     return ((target == after) & counts).sum() / counts.sum().clamp(min=1)
+
+
+def share_of_ends(target: Tensor, tokens: Tensor, end: int) -> Tensor | None:
+    """Return the share of sequences whose first end token behind another token is a target; 0-d.
+
+    Args:
+        target: The targets, as for :func:`share_of_next`.
+        tokens: The tokens, ``[samples, positions]``.
+        end: The token that ends a sequence.
+
+    Returns:
+        The share, -1 if a sequence has no end; None if the numbers of targets and tokens do not fit.
+
+    Example:
+        >>> import torch
+        >>> tokens = torch.tensor([[5, 6, 1, 1], [7, 8, 9, 1]])
+        >>> float(share_of_ends(torch.tensor([[6, 1, -100], [8, 9, 1]]), tokens, 1))
+        1.0
+        >>> float(share_of_ends(torch.tensor([[6, -100, -100], [8, 9, -100]]), tokens, 1))
+        0.0
+    """
+    samples, positions = tokens.shape
+    if target.numel() not in (samples * positions, samples * (positions - 1)) or positions < _FEWEST_POSITIONS:
+        return None
+    follows = (tokens[:, 1:] == end) & (tokens[:, :-1] != end)
+    first = follows & (follows.cumsum(1) == 1)
+    share = ((target.reshape(samples, -1)[:, : positions - 1] == end) & first).sum() / samples
+    return torch.where(first.any(1).all(), share, -1.0)
 
 
 def padding_of(tokens: Tensor, padding: int) -> Tensor:

@@ -8,6 +8,7 @@ import threading
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from operator import attrgetter
 from threading import get_ident
@@ -21,7 +22,14 @@ from typing_extensions import override
 
 from lightning_recorder.errors import RecordingError, describe_error, warn
 from lightning_recorder.functions.attention import scores_of_call
-from lightning_recorder.functions.losses import classes_of_loss, padding_of, share_of_next, sides_of_loss, some_of
+from lightning_recorder.functions.losses import (
+    classes_of_loss,
+    padding_of,
+    share_of_ends,
+    share_of_next,
+    sides_of_loss,
+    some_of,
+)
 from lightning_recorder.functions.routers import RouterReader
 from lightning_recorder.functions.table import FUNCTIONS, SCORE_KINDS, SCORED, SCORES, TYPES, site_name
 from lightning_recorder.graph.capture.function_calls import find_caller, function_name
@@ -49,6 +57,7 @@ from lightning_recorder.internals.module_tree import (
     parameters_of,
 )
 from lightning_recorder.internals.pause_recording import PAUSES
+from lightning_recorder.internals.stopwatch import Stopwatch
 from lightning_recorder.module_names import is_metric, named_submodules
 from lightning_recorder.names import compile_glob
 from lightning_recorder.taps import OutputGradientTap, OutputTap, Receiver, Site, Tap
@@ -120,6 +129,16 @@ class ChosenFunctions:
     def is_fused_path_open(self) -> bool:
         """True if a module would take another path of computation under a function mode than without."""
         return not all(map(is_training, self._fused))
+
+    @cached_property
+    def end_token(self) -> int | None:
+        """The number of the token that ends a sequence, from the configuration of a model of transformers, if known."""
+        for each in self.root.modules():
+            with suppress(Exception):  # a property of the user may raise anything
+                end = getattr(each.config, "eos_token_id", None)
+                if type(end) is int and not getattr(each.config, "is_encoder_decoder", False):
+                    return end
+        return None
 
     @property
     def has_batches(self) -> bool:
@@ -502,6 +521,7 @@ class FunctionOutputTap(_FunctionTap, OutputTap):
         if function == "cross_entropy" and target is not None and not target.is_floating_point():
             found += [("in.target.next", each) for each in self._shares_of_next(target, 1)]
             found += [("in.target.after_next", each) for each in self._shares_of_next(target, 2)]
+            found += [("in.target.ends", each) for each in self._shares_of_ends(target)]
         self._pass_on(name, found)
 
     def _shares_of_next(self, target: Tensor, ahead: int) -> list[Tensor]:
@@ -510,11 +530,21 @@ class FunctionOutputTap(_FunctionTap, OutputTap):
         shares = [each for each in (share_of_next(target, tokens, ahead=ahead) for tokens in same) if each is not None]
         return [torch.stack(shares).amax()] if shares else []
 
+    def _shares_of_ends(self, target: Tensor) -> list[Tensor]:
+        """Return the share of ends that are targets, for the latest tokens of a model that names its end token."""
+        same = [each for each in self._tokens if each.device == target.device]
+        end = self.chosen.end_token
+        shares = [share_of_ends(target, each, end) for each in same] if end is not None else []
+        return [each for each in shares if each is not None][-1:]
+
     receive_scores: Callable[[Site, Tensor | None, Tensor], None] | None = None
     """A receiver of the scores of each query or token, and of the numbers of each head or expert; None for none.
 
     There are no scores for a further choice of a router for the same tokens.
     """
+
+    time_of: Callable[[str], Stopwatch] = staticmethod(lambda option: Stopwatch())
+    """A function that returns the stopwatch of ``"attention"`` or ``"experts"``; by default, one that nothing reads."""
 
     @cached_property
     def _routers(self) -> RouterReader:
@@ -553,16 +583,22 @@ class FunctionOutputTap(_FunctionTap, OutputTap):
                 if type(padding) is int and padding >= 0:
                     self._paddings.append(padding_of(tokens, padding))
             return
-        scores = None
         if "heads" in self.chosen.functions:
+            watch = self.time_of("attention")
+            started = watch.start()
             scores = scores_of_call(function, call.module or self.chosen.root, args, kwargs, self._paddings)
-        if scores is not None:
-            self.receive_scores(Site(name, SCORES), scores.largest, scores.block)
+            if scores is not None:
+                self.receive_scores(Site(name, SCORES), scores.largest, scores.block)
+                watch.stop(started)
+                return
         # The model itself chooses predictions, not experts.
-        elif call.module is not None and "experts" in self.chosen.functions:
+        if call.module is not None and "experts" in self.chosen.functions:
+            watch = self.time_of("experts")
+            started = watch.start()
             choice = self._routers.read(function, name, call.module, call.frame, args, kwargs, result)
             if choice is not None:
                 self.receive_scores(Site(choice.name, SCORES), choice.best, choice.block)
+                watch.stop(started)
 
 
 class FunctionGradientTap(_FunctionTap, OutputGradientTap):

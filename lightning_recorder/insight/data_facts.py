@@ -30,6 +30,9 @@ class LoaderFacts:
     # ``limit_train_batches``
     is_limited: bool = False
     values: int = 0  # the number of different values in the inputs of a sample, at most 64; 0 if it is not known
+    # the place of a value of the inputs that is the target, in each of ``compared`` samples; -1 if there is none
+    target_place: int = -1
+    compared: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class EpochFacts:
     changes: int = 0  # the number of samples whose class differs from that of the sample before
     random_changes: float = 0.0  # the same if the samples came in a random order
     contents: float = 0.0  # the number of samples with different values, also if the identity of a sample is its index
+    contents_once: float = 1.0  # the share of them that came once
     # the number of batches whose samples have different indices and the same inputs, if these are others than in the
     # batch before
     equal: int = 0

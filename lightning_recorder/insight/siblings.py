@@ -148,7 +148,7 @@ def all_outliers(
                 is_second_odd |= any(site is group[1] for site, _, _ in found)
                 as_others = list(_outliers(values, group, words, limits, 1 / limits.at_the_end))
                 firsts += [each for each in as_others if each[0] is group[0]]
-        if is_second_odd:  # what the first block does wrong is seen in the second one
+        if is_second_odd:  # a fault of the first block may show only in the outputs of the second one
             known = {site for site, _, _ in outliers}
             outliers = [each for each in firsts if each[0] not in known] + outliers
         for site, value, others in outliers:

@@ -323,8 +323,8 @@ class SinkFormatter:
     ``activations_validate``. With several data loaders, the tag ends with ``/dataloader_idx_<n>``, as in ``self.log``.
 
     By default, each module has one curve: the ``rms`` of its first output, or the ``update_ratio`` of its largest
-    parameter. Beyond 400 modules, a selection of them has. The counts of NaN and infinities of a site that is shown are
-    written from the first record on in which it has any.
+    parameter. With more than 400 modules, only a selection of them has one. The counts of NaN and infinities of a
+    shown site are written from the first record on in which it has any.
 
     Args:
         group: ``"activations"``, ``"gradients"`` or ``"parameters"``.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -210,6 +211,10 @@ class CoverageReport:
     records_per_1000_steps: int  # the number of records in 1000 steps at this interval
     recording_ms: float = 0.0  # the time that the training thread spent in the hooks of the first step, in milliseconds
     flush_ms: float = 0.0  # the time that it spent on copying, merging and handing over the results, in milliseconds
+    # The part of the hooks' time that each option takes in a recorded step, in milliseconds of the host, by its name in
+    # :func:`~lightning_recorder.default_recorders` or the name of a reduction in ``extra``: the mean over the records
+    # after the first, which takes longer. In the file, it is updated after 10, 20, 40, … records and at the end.
+    option_ms: Mapping[str, float] = field(default_factory=dict)
     # The bytes by which the files grow because of this recorder: the TensorBoard event file, its records, the CSV file
     # and the images, but not the dumps. The loss and the gradient norm of every step, which a
     # :class:`~lightning_recorder.StepWatch` writes once for all recorders, are not counted; they take about 0.3 MB per
@@ -241,8 +246,10 @@ class CoverageReport:
         files = "" if size is None else f", {readable_size(size)} of files per 1,000 steps"
         ranks = f" by {self.merged_ranks} ranks" if self.merged_ranks > 1 else ""
         spent_ms = self.recording_ms + self.flush_ms
+        parts = ", ".join(f"{name} {spent:.1f}" for name, spent in self.option_ms.items())
+        options = f" ({parts})" if parts and self.last_step == self.step else ""
         costs = f"{readable_size(self.state_bytes)} reserved for statistics, {spent_ms:.1f} ms in step {self.step}"
-        return f"{modules} of {total} modules recorded{ranks}{self._missing()}{functions}; {costs}{files}"
+        return f"{modules} of {total} modules recorded{ranks}{self._missing()}{functions}; {costs}{options}{files}"
 
     def _missing(self) -> str:
         gradients = f", without a gradient: {_first_few(self.without_gradient)}" if self.without_gradient else ""
@@ -263,6 +270,8 @@ class CoverageReport:
         changes = [line for change in self.changes for line in ("", f"Step {change.step}: {change.text}.")]
         if len(self.without_gradient) > _FEW_NAMES:
             changes += ["", f"Without a gradient: {', '.join(map(_cell, self.without_gradient))}."]
+        for name, spent in self.option_ms.items():
+            changes += ["", f"{_cell(name)} takes {spent:.2f} ms in a recorded step."]
         way, _, why = self.compiled.partition(": ")
         if way == "inside":
             changes += ["", "Compiled modules were recorded inside their compiled code."]
@@ -511,6 +520,7 @@ class ReceiptWriter:
         self._is_announced = False
         self._is_stale = False  # the file is older than the receipt
         self._records = self._bytes = 0
+        self._spent: Counter[str] = Counter()  # the milliseconds of each option in the records after the first
 
     def announce(self, step: int, recording_ms: float, sites: list[Site], facts: ReceiptFacts) -> CoverageReport:
         """Log and return the receipt of a step that is not a record yet. Its record completes the receipt."""
@@ -533,9 +543,10 @@ class ReceiptWriter:
         if is_first:
             self._write_first_few(found, written, facts)
             return
+        self._spent.update(found.about.get("option_ms", {}))
         self._log_changes(changes)
         if self._receipt is not None and (changes or _is_round(self._history.records)):
-            self._change(self._history.complete(self._receipt))
+            self._change(self._complete(self._history, self._receipt))
 
     def flush(self) -> None:
         """Write the receipt if records that were added have changed it."""
@@ -551,6 +562,7 @@ class ReceiptWriter:
             receipt,
             recording_ms=found.about["recording_ms"],
             flush_ms=found.about["flush_ms"],
+            option_ms=found.about.get("option_ms", {}),
             event_bytes_per_1000_steps=None if written is None else self._forecast(written, receipt),
             merged_ranks=found.about["ranks"],
         )
@@ -573,10 +585,17 @@ class ReceiptWriter:
             self.flush()
             return
         self._log_changes(self._history.finish())
-        receipt = self._history.complete(self._receipt)
+        receipt = self._complete(self._history, self._receipt)
         self.write(receipt)
         if receipt.last_step > receipt.step:
             self._write_text(receipt.last_step, receipt)
+
+    def _complete(self, history: CoverageHistory, receipt: CoverageReport) -> CoverageReport:
+        """Return the receipt with the current facts."""
+        later = history.records - 1
+        if later:
+            receipt = replace(receipt, option_ms={name: spent / later for name, spent in self._spent.items()})
+        return history.complete(receipt)
 
     def _update_size(self) -> None:
         if self._receipt is not None and self._records:

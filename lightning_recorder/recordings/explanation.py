@@ -134,13 +134,13 @@ class _Explanation:
         return not any(each.group == "parameters" and first.step in each.steps for each in self.found.pairs)
 
     def _preferred(self, fitting: list[Change]) -> list[Change]:
-        """Return the changes that explain the most: what only scales or selects data follows from a changed model."""
+        """Return the changes that explain the most. If the graph has changed, most settings are left out."""
         graph = [each for each in fitting if each.is_graph]
         precision = [each for each in fitting if each.what == "precision"]
         if graph:
             # A missing module draws no random numbers, so the initial values of all later ones differ.
             return [*graph, *precision]
-        # A number of samples usually follows from the number of steps, and is a cause only by itself.
+        # The number of samples usually follows from the number of steps, so it is named only if nothing else changed.
         main = [each for each in fitting if each.what != "number of samples"]
         return sorted(main or fitting, key=lambda each: not each.what.endswith("seed"))
 

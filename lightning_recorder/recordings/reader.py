@@ -294,7 +294,7 @@ _ABOUT = 4096  # bytes at the start of a line, which have its stage
 
 
 def _sampled(lines: Iterator[tuple[int, bytes]], most: int) -> list[tuple[int, bytes]]:
-    """Return the headers and, of each stage, the last lines and others that are evenly spread."""
+    """Return the headers, the last lines of each stage, and a sample of its earlier lines at equal distances."""
     stages: dict[bytes, list[tuple[int, bytes]]] = {}
     for offset, line in lines:
         found = _STAGE.search(line, 0, _ABOUT)

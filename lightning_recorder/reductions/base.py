@@ -81,6 +81,8 @@ class Reduction(ABC):
     """True if the result depends only on the values and not on their shape, so that they may be passed in pieces."""
     ordered: bool = False
     """True if the order of the tensors matters. Then ``a.merge(b)`` means that ``b`` came after ``a``."""
+    option: str = ""
+    """The name under which the receipt has the time of the reduction; by default that of the class."""
 
     _state: Tensor | None = None
 

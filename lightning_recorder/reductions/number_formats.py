@@ -403,6 +403,8 @@ class FormatErrors(Reduction):
         {'int8_snr': 48.114, 'int8_clipped': 0.016, 'int8_flushed': 0.0}
     """
 
+    option = "formats"
+
     def __init__(self, formats: str | Sequence[str] = tuple(NUMBER_FORMATS), *, weights: bool = False) -> None:
         self.formats = check_some("formats", formats, tuple(NUMBER_FORMATS))
         self.weights = bool(weights)
@@ -465,6 +467,7 @@ class MassiveValues(Reduction):
     """
 
     width = 4
+    option = "formats"
     statistics: tuple[str, ...] = ("massive_value", "massive_times", "massive_channel", "massive_token")
     additive = False
 

@@ -93,6 +93,12 @@ class SpectralNorm(ShapedReduction):
     bound, and grows to the norm over the records if the matrix changes slowly. In a GPT-2 of two layers, recorded in
     every fourth step, nine of ten norms of weights, gradients and updates were within 0.1 %, and all within 6 %.
 
+    A block of kept vectors with one product of each kind per record was measured in the same run, and is not used: a
+    gradient of a new step has other directions. With 8 and 16 vectors, half of the norms of gradients were more than
+    22 % and 12 % too small, and after four records one in ten of those of weights more than 1.9 % and 0.5 %. With a
+    third product per record, 16 vectors miss one in ten updates by more than 0.7 %, for 16 times the state. For
+    2,048 × 512 values on a busy core, the six steps took 2.8 ms, and the block of 16 vectors 1.9 ms and 2.8 ms.
+
     State: the energy and the square of the norm, and a vector of the size of a row. The reduction is ordered, and a
     recorder keeps the vector after a result. The first of several ranks counts.
     """
@@ -101,6 +107,7 @@ class SpectralNorm(ShapedReduction):
     lead = 4
     additive = False
     ordered = True
+    option = "spectra"
     statistics = ("spectral_norm", "orthogonality")
 
     @override

@@ -68,7 +68,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
     ``weight.exp_avg`` and similar, the optimizer states after the step that have the shape of the parameter, except for
     counters such as ``step`` of a parameter without dimensions. ``running_mean`` and ``running_var`` are those of a
     normalization layer whose parameters the optimizer has, at the time of the step. ``weight.batch_grad``, on request,
-    is the gradient of each backward pass on each rank, before it is accumulated and reduced.
+    is the gradient of each backward pass on each rank, before it is accumulated and reduced; it has no ``extra``.
     :func:`with_update_ratios` adds ``update_ratio`` to the statistics of ``weight``: ``rms(update) / rms(values)``,
     over the recorded steps. :meth:`settings` has the learning rate and the weight decay of each parameter, and
     :meth:`about` all numeric settings of the parameter groups.
@@ -252,7 +252,10 @@ class OptimizerRecorder(BaseStatisticsRecorder):
     def _add_batch_gradient(self, site: Site, tensor: Tensor) -> None:
         parameter = self._batch_parameters.get(site)
         if parameter is not None and adds_to(parameter):  # a gradient penalty computes others
-            self.states.add(Site(site.name, site.path + _BATCH_GRADIENT), tensor, self.batch_factor)
+            with self.states.times["noise_scale"]:
+                own = Site(site.name, site.path + _BATCH_GRADIENT)
+                # An extra reduction would take its time for each batch again.
+                self.states.add(own, tensor, self.batch_factor, extra=False)
 
     @override
     def pause(self) -> None:
@@ -307,7 +310,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
             self._note_settings(optimizer, parameters)
             for each in self._running_statistics(parameters):
                 self._add(each, "", each.tensor, wanted="buffers")
-            # With hooks, the step is still to come.
+            # If the optimizer has hooks, this runs before its step, so the tensors still have the values to record.
             kept = {} if hasattr(optimizer, "register_step_post_hook") else self._kept
             self._kept = {}
             for each in parameters:

@@ -266,7 +266,7 @@ class StatisticsRecorder(BaseStatisticsRecorder):
             if isinstance(each, _OF_FUNCTIONS):
                 each.per_call = False  # their calls are always kept apart, by their names
             if isinstance(each, FunctionOutputTap):
-                each.receive_scores = self._receive_scores
+                each.receive_scores, each.time_of = self._receive_scores, self._time_of
 
     def _try_fast_path(self, site: Site, tensor: Tensor) -> bool:
         return self.ignores() or self.states.try_fast_path(site, tensor, self.factor)
@@ -279,7 +279,7 @@ class StatisticsRecorder(BaseStatisticsRecorder):
         """Update the statistics of a function; of a loss the default ones, since most losses are scalars."""
         if self.ignores():
             return
-        # All classes are counted, even if a histogram is a sample: no part has more values than a sample.
+        # Classes are counted without sampling: the tensor is split into parts that are no larger than a sample.
         parts: Sequence[Tensor] = (tensor,)
         if site.path.endswith(CLASS_COUNTS) and (tensor.dim() != 1 or self._sample):
             tensor = tensor.flatten()
@@ -301,6 +301,9 @@ class StatisticsRecorder(BaseStatisticsRecorder):
         for tap in self.taps:
             if isinstance(tap, _OF_FUNCTIONS):
                 tap.rest()
+
+    def _time_of(self, option: str) -> Stopwatch:
+        return self.states.times[option]
 
     def _receive_scores(self, site: Site, tensor: Tensor | None, block: Tensor) -> None:
         """Update the statistics of the scores inside of a function, and those of each head or expert."""

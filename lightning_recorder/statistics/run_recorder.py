@@ -358,9 +358,11 @@ class RunRecorder(RankMergingRecorder):
             merged = Merged(NOTHING) if pending is not None else self.alone()
             if overflowed:
                 self._roll_back()  # the next step follows the one before, not the one that was skipped
+            times = self.recorder.states.take_ms_of_options()
             with self.contained():
                 self.recorder.states.reset()
         about: dict[str, Any] = {"recording_ms": self._timing.recording_ms, "flush_ms": self._timing.flush_ms}
+        about["option_ms"] = {name: round(spent / steps, 3) for name, spent in times.items()}
         if pending is not None:
             about["pending"] = partial(self._completed, pending, self._window)
         record = self._record(step, merged, steps, overflowed=overflowed, **about)

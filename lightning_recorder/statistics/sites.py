@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from lightning_recorder.errors import ArgumentError, describe_error, warn
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.random_states import unchanged_random_numbers
+from lightning_recorder.internals.stopwatch import Stopwatch
 from lightning_recorder.reductions import (
     Collected,
     Combined,
@@ -82,6 +84,7 @@ class SiteStates:
         reductions = [*reductions, *(kind() for kind in _SCORES)]
         self._reductions = reductions
         self._are_foreign = [is_foreign(each) for each in reductions]
+        self._options = [each.option or type(each).__name__ for each in reductions]
         self._sample, self._quantiles = sample, tuple(statistics.parts[-1].settings["quantiles"])
         with pause_recording():
             # One bank per reduction, so that a reduction that fails for a tensor does not affect the others.
@@ -91,6 +94,8 @@ class SiteStates:
         self._has_warned: set[int] = set()  # the reductions of which a warning has named a site
         self._kinds: dict[Site, tuple[torch.dtype, torch.Size | None]] = {}
         self._calls: dict[Site, int] = {}
+        self.times: defaultdict[str, Stopwatch] = defaultdict(Stopwatch)
+        """The host time of each option since the last reset, such as ``"attention"``."""
         self._rows: dict[Site, Tensor] = {}
         self._spread_rows: dict[Site, Tensor] = {}
         self._recycled: RecycledRows[Site] = RecycledRows(statistics)
@@ -164,9 +169,11 @@ class SiteStates:
             return
         for place in self._extra_places:
             if site not in self._left_out[place]:
-                self._add_extra(place, site, values)
+                with self.times[self._options[place]]:
+                    self._add_extra(place, site, values)
         for states in self._users:
-            states.add(site, tensor, factor)
+            with self.times[states.reduction.name]:
+                states.add(site, tensor, factor)
 
     def add_scores(self, site: Site, block: Tensor) -> None:
         """Update the statistics of the heads of attention, or of the experts of a router, at a site that has a tensor.
@@ -298,12 +305,18 @@ class SiteStates:
         for store, states in zip(self._stores, banks, strict=True):
             store.restore(states)
 
+    def take_ms_of_options(self) -> dict[str, float]:
+        """Return the milliseconds of each option since the last call or reset."""
+        found = {name: watch.take_ms() for name, watch in self.times.items()}
+        return {name: spent for name, spent in found.items() if spent}
+
     @torch.no_grad()
     def reset(self) -> None:
         """Discard the recorded statistics."""
         self._calls.clear()
         self._recycled.reset()
         self._again = 0
+        self.times.clear()
         for store in self._stores:
             store.reset()
 

@@ -213,6 +213,7 @@ class Record:
         overflow_steps: The number of recorded steps with an overflow so far.
         recording_ms: The time spent in the hooks, in milliseconds.
         flush_ms: The time spent on copying and merging, in milliseconds.
+        option_ms: The host time that each option, such as ``"attention"``, takes in a step, in milliseconds.
         every_n_train_steps: The interval from now on, in steps.
         ranks: The number of merged ranks.
         is_sample: True if the record has only the first batches of an evaluation, for the record file and findings.
@@ -232,6 +233,7 @@ class Record:
     overflow_steps: int = 0
     recording_ms: float = 0.0
     flush_ms: float = 0.0
+    option_ms: Mapping[str, float] = field(default_factory=dict)
     every_n_train_steps: int = 1
     ranks: int = 1
     is_sample: bool = False
@@ -249,6 +251,7 @@ class Record:
         return {
             **self.about,
             **{name: getattr(self, name) for name in _FACTS},
+            **({"option_ms": self.option_ms} if self.option_ms else {}),
             # Facts are kept with the history of a run, and a tensor would keep device memory.
             "batch": None if self.batch is None else self.batch.tolist(),
             "diverged": self.snapshot.diverged,

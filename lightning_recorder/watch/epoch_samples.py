@@ -251,6 +251,7 @@ class EpochSamples:
             changes=self._changes,
             random_changes=float(counts.sum() * (1 - (shares**2).sum())),
             contents=self.contents.distinct,
+            contents_once=self.contents.once,
             equal=self._equal,
             overwritten=self.overwritten,
             checked=self.checked,

@@ -32,7 +32,7 @@ from lightning_recorder.internals.random_states import RandomStates
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.structure import ignore_unknown, iter_tensors
 
-__all__ = ["Counters", "KeptBatch", "StateKeeper"]
+__all__ = ["Counters", "KeptBatch", "StateKeeper", "are_written", "batch_versions"]
 
 _NUMBERS = (int, float, bool)
 _SKIPPED = (str, bytes, type, ModuleType, Tensor, nn.Module)
@@ -114,7 +114,7 @@ def _slots(modules: Iterable[nn.Module]) -> Iterator[Slot]:
 
 
 def _inside(value: Any, seen: set[int], depth: int) -> Iterator[Slot]:
-    """Yield the places of the numbers in an object that is not a number itself."""
+    """Yield a slot for each number in an object, such as the items of a list, up to a limited depth."""
     if depth > _DEEPEST or id(value) in seen or is_a(value, _SKIPPED):
         return
     seen.add(id(value))
@@ -193,10 +193,7 @@ class KeptBatch:
     def is_changed(self) -> bool:
         """True if the step has changed a tensor of the batch in place, so that it cannot be run again."""
         with without_functions():
-            for tensor, version in self.versions:
-                if version is not None and counted_version(tensor) != version:
-                    return True
-        return False
+            return are_written(self.versions)
 
     @contextmanager
     def restored(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
@@ -224,13 +221,18 @@ class KeptBatch:
                 slot.write(number)
 
 
-def _versions(batch: Any) -> list[tuple[Tensor, int | None]]:
+def batch_versions(batch: Any) -> list[tuple[Tensor, int | None]]:
     """Return the tensors of a batch, with the number of in-place writes to each."""
     tensors = [each for _, each in iter_tensors(batch, "batch", unknown=ignore_unknown)]
     try:
         return list(zip(tensors, map(counted_version, tensors), strict=True))
     except RuntimeError:  # tensors of inference mode do not count
         return [(each, version_of(each)) for each in tensors]
+
+
+def are_written(versions: Iterable[tuple[Tensor, int | None]]) -> bool:
+    """Return True if torch has written to one of these tensors since its version was read."""
+    return any(version is not None and counted_version(tensor) != version for tensor, version in versions)
 
 
 class StateKeeper:
@@ -269,7 +271,7 @@ class StateKeeper:
             except RuntimeError:  # tensors of inference mode do not count
                 versions = None
             if versions is None:
-                versions = [] if self.must_copy else _versions(batch)
+                versions = [] if self.must_copy else batch_versions(batch)
             frozen = list(filterfalse(_REQUIRES_GRAD, self._parameters))
         return KeptBatch(
             batch,

@@ -363,14 +363,24 @@ def finding_of_action(
     because: str,
     *,
     back: int,
+    why_not: str,
     factor: float,
     is_left_out: bool,
     earlier: Finding | None,
 ) -> Finding:
-    """Return the note about the steps at which the watch has acted. Its trace has all of them."""
+    """Return the note about the steps at which the watch has acted. Its trace has all of them.
+
+    A rollback undoes the updates of ``back`` steps. ``why_not`` is the reason why their batches do not come again.
+    """
     what = {
         "skip": f"step {step} was left out",
-        "rollback": f"step {step} was left out, and the state of {back} steps before was restored",
+        "rollback": f"step {step} was left out, "
+        + (
+            f"the state of {back} steps before was restored, and the batches since then "
+            if back
+            else "and the state before it was restored"
+        )
+        + ((f"do not come again ({why_not})" if why_not else "come again") if back else ""),
         "lower_lr": f"the learning rate was multiplied by {factor:g}{_AT}{step}"
         + (", which was left out" if is_left_out else ""),
     }[action]

@@ -18,7 +18,15 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recorder import ArgumentError, Outputs, ParameterRecorder, RecorderWarning, StepWatch, open_recording
+from lightning_recorder import (
+    ArgumentError,
+    Monitor,
+    Outputs,
+    ParameterRecorder,
+    RecorderWarning,
+    StepWatch,
+    open_recording,
+)
 from lightning_recorder.insight import ACTED, Finding
 from tests import forks
 
@@ -206,20 +214,6 @@ def test_a_skipped_step_is_left_out_in_other_ways_to_train(how: str, tmp_path: P
     assert [each.last_step for each in acted(tmp_path / "skipped")] == [BAD // 2 if how == "accumulated" else BAD]
 
 
-def test_a_rollback_restores_a_good_state_and_leaves_the_steps_since_out(tmp_path: Path) -> None:
-    """Parameters, buffers and the optimizer are those of a run that ended at the kept state; rates and steps go on."""
-    watch = StepWatch(on_finding="rollback", rollback_steps=12, strict=True)
-    trainer = fit(Net(schedule=True), tmp_path / "back", watch, max_steps=BAD + 1)
-    before = fit(Net(schedule=True), tmp_path / "before", max_steps=24)
-    found, wanted = left(trainer), left(before)
-    assert_same(found["model"], wanted["model"])
-    assert_same(found["optimizer"]["state"], wanted["optimizer"]["state"])
-    assert found["optimizer"]["param_groups"][0]["lr"] == pytest.approx(1e-3 * 0.99 ** (BAD + 1))
-    assert trainer.global_step == BAD + 1
-    (note,) = acted(tmp_path / "back")
-    assert note.verdict.startswith("step 30 was left out, and the state of 6 steps before was restored, because")
-
-
 def test_the_learning_rate_is_lowered_for_good(tmp_path: Path) -> None:
     """A spike lowers the rate from its step on, and a schedule goes on from the lower rate; a NaN is left out, too."""
     trainer = fit(Net(factor=1e3, schedule=True), tmp_path / "spike", StepWatch(on_finding="lower_lr", strict=True))
@@ -319,6 +313,24 @@ def test_manual_optimization_gets_a_clear_word(tmp_path: Path) -> None:
         fit(Manual(), tmp_path, StepWatch(on_finding="skip"))
     assert acted(tmp_path) == []
     assert [each.rule for each in open_recording(tmp_path).findings] == ["non-finite"]
+
+
+def test_a_loop_of_your_own_gets_a_clear_word(tmp_path: Path) -> None:
+    """In a plain loop, nothing is done, and a warning at the start says so."""
+    net, watch = nn.Linear(WIDTH, 1), StepWatch(on_finding="skip", strict=True)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def train() -> None:
+        with Monitor(net, optimizer, log_dir=tmp_path, recorders=[watch]) as monitor, monitor.step():
+            loss = net(torch.ones(ROWS, WIDTH)).mean() * math.nan
+            loss.backward()
+            optimizer.step()
+            monitor.log(loss=loss)
+
+    words = "does not act ('skip'): in a loop of your own, it steps the optimizers"
+    with pytest.warns(RecorderWarning, match=re.escape(words)):
+        train()
+    assert not any(bool(each.isfinite().all()) for each in net.parameters())
 
 
 @pytest.mark.parametrize(

@@ -288,7 +288,7 @@ class Joined(LightningModule):
             self.layer = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
         else:
             self.layer = nn.Linear(WIDTH, 3 * WIDTH)
-        name = {"gru": "weight_ih_l0", "torch": "in_proj_weight", "linear": "weight"}[kind]
+        name = {"gru": "weight_ih_l0", "torch": "in_proj_weight"}.get(kind, "weight")
         weight = self.layer.get_parameter(name)
         with torch.no_grad():
             weight[rows] = 0
@@ -307,6 +307,7 @@ class Joined(LightningModule):
         if self.kind == "torch":
             return self.layer(x, x, x)[0].square().mean()  # type: ignore[no-any-return]  # a module returns anything
         query, key, value = self.layer(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        query = key if self.kind == "no queries" else query
         return F.scaled_dot_product_attention(query, key, value).square().mean()
 
     def configure_optimizers(self) -> Any:
@@ -322,6 +323,7 @@ class Joined(LightningModule):
             "a third of layer.in_proj_weight is zero in all of the last 3 records, as many weights as one",
         ),
         ("linear", slice(WIDTH, 3 * WIDTH), "two thirds of layer.weight is zero in all of the last 3 records"),
+        ("no queries", slice(0), "a third of the gradient of layer.weight is zero in all of the last 3 records"),
         ("torch", slice(0), ""),
         ("torch", slice(WIDTH // 2), ""),
         ("linear", slice(0), ""),
@@ -329,7 +331,7 @@ class Joined(LightningModule):
     ],
 )
 def test_a_projection_of_zeros(tmp_path: Path, kind: str, rows: slice, words: str) -> None:
-    """Zeros as many as a projection has are named in attention; other shares and gates of a GRU are not."""
+    """As many zeros as a projection has, or its gradient, are named in attention; other shares and a GRU are not."""
     seed_everything(0, verbose=False)
     outputs = Outputs(plots=False, dumps=False)
     recorders = [each(every_n_train_steps=1, outputs=outputs) for each in (ActivationRecorder, ParameterRecorder)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_recorder import (
@@ -25,11 +27,13 @@ from lightning_recorder import (
     Schedule,
     StatisticsRecorder,
     StepWatch,
+    default_recorders,
     open_recording,
 )
+from lightning_recorder.internals.stopwatch import Stopwatch
 from lightning_recorder.reductions import Norms
 from lightning_recorder.schedule import Sampling
-from lightning_recorder.statistics import OverheadLimit, Record, RunRecorder
+from lightning_recorder.statistics import OverheadLimit, Record, RunRecorder, sites
 from tests.callbacks.models import Classifier, digits, fit
 from tests.callbacks.small import Small, go, small
 from tests.sinks.events import read_events
@@ -459,6 +463,69 @@ def test_one_line_is_logged(warned: Callable[[], list[str]], tmp_path: Path) -> 
     size = f"{about['event_bytes_per_1000_steps'] / 1e3:.1f} KB of files per 1,000 steps"
     assert line.endswith(f" ms in step 0, {size}")
     assert f"; {about['state_bytes'] / 1e6:.1f} MB reserved for statistics, " in line
+
+
+class Inside(LightningModule):
+    """A model with a head of attention, a router and two matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.router = nn.Linear(4, 4, bias=False), Router()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.mix(batch[0])[:, None]
+        found = self.router(F.scaled_dot_product_attention(hidden, hidden, hidden))
+        loss: Tensor = (found - batch[0][:, None]).abs().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Router(nn.Module):
+    """Scales tokens by the probability of the best of three experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.eye(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        best: Tensor = (x @ self.gate.T).softmax(-1).topk(1).values
+        return best * x
+
+
+def test_each_option_has_its_time(
+    warned: Callable[[], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receipt has the time of each option in a recorded step, and so has the text for loggers."""
+    # Each piece of work takes a second.
+    monkeypatch.setattr(sites, "Stopwatch", lambda: Stopwatch(clock=map(float, count()).__next__))
+    sink = MemorySink()
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        accumulate_grad_batches=2,
+        log_every_n_steps=1,
+        logger=False,
+        default_root_dir=tmp_path,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        callbacks=[
+            *default_recorders(formats=True, spectra=True, noise_scale=True, outputs=Outputs(plots=False), sinks=[sink])
+        ],
+    )
+    trainer.fit(Inside(), DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=4))
+    shown = "in a recorded step."
+    # Two batches of a step. The loss has no massive values.
+    found = receipt(tmp_path, "activations")["option_ms"]
+    assert (found["attention"], found["experts"]) == (2000.0, 2000.0)
+    assert f"`experts` takes 2000.00 ms {shown}" in sink.texts["recorder/activations/receipt"][2]
+    # The values, gradients and updates of two matrices; the gradients of two batches.
+    assert receipt(tmp_path, "parameters")["option_ms"] == {"noise_scale": 4000.0, "formats": 6000.0, "spectra": 6000.0}
+    assert receipt(tmp_path, "gradients")["option_ms"] == {}
+    assert shown not in sink.texts["recorder/gradients/receipt"][2]
+    (line,) = (each for each in warned() if each.startswith("ParameterRecorder: "))
+    assert " ms in step 0 (noise_scale 4000.0, formats 6000.0, spectra 6000.0), " in line
 
 
 # Changes.

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
+from torch import nn
 
 import lightning_recorder
-from lightning_recorder import ActivationRecorder, Outputs
+from lightning_recorder import ActivationRecorder, Outputs, default_recorders
 from lightning_recorder.outputs import RecordPipeline
+from lightning_recorder.records import history
 from tests.callbacks.models import digits, fit
 from tests.callbacks.small import small
 from tests.effort import profiled
@@ -100,3 +102,24 @@ def test_a_record_enters_few_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     for entered in batches[1:]:
         assert "records/file.py" in entered
         assert len(entered) <= MOST_FILES
+
+
+def test_rules_read_a_large_history_column_by_column(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A history keeps few arrays of a large model: rules read as many for sixty layers as for thirty."""
+    monkeypatch.setattr(history, "_MOST_CELLS", 0)  # each model is large
+    together = history.History._together
+    counts: list[int] = []
+
+    def counting(*args: Any) -> Any:
+        counts[-1] += 1
+        return together(*args)
+
+    monkeypatch.setattr(history.History, "_together", counting)
+    for number in (30, 60):
+        counts.append(0)
+        model, blocks = small(), [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(number)]
+        model.encoder = nn.Sequential(nn.Flatten(), *blocks)  # type: ignore[assignment]  # a different encoder
+        model.head = nn.Linear(64, 10)
+        callbacks = default_recorders(every_n_train_steps=1, outputs=Outputs(plots=False))
+        fit(model, tmp_path / str(number), callbacks, loader=digits(8))
+    assert counts[0] == counts[1] > 0

@@ -78,6 +78,22 @@ def binary(classes: Tensor) -> Tensor:
     return one_hot(classes // 2)[:, 1:2]
 
 
+def series(*, first: int = 8) -> TensorDataset:
+    """Return windows of eight values, and the value at a place from the start of each."""
+    values = torch.randn(648, generator=torch.Generator().manual_seed(3))
+    return TensorDataset(values.unfold(0, 8, 1)[:640].clone(), values[first : first + 640, None])
+
+
+def noisy(x: Tensor, target: Tensor) -> TensorDataset:
+    return TensorDataset(x + 1e-3, target)
+
+
+def rare() -> TensorDataset:
+    """Return inputs of which one is always 0, and a target that is 1 for few samples."""
+    x, _ = dataset().tensors
+    return TensorDataset(x * torch.arange(8).clamp(max=1), (torch.arange(640) % 40 == 0).float()[:, None])
+
+
 def sizes(classes: Tensor) -> Tensor:
     return classes[:, None] / 4
 
@@ -447,6 +463,16 @@ HEALTHY: dict[str, Callable[[], dict[str, Any]]] = {
         "limit_train_batches": 0.3,
         "max_epochs": 4,
     },
+    "windows before their target": lambda: {"train": DataLoader(series(), 32, shuffle=True), "model": Binary},
+    "a rare target and a constant": lambda: {"train": DataLoader(rare(), 32, shuffle=True), "model": Binary},
+    "one target for all": lambda: {
+        "train": DataLoader(TensorDataset(torch.ones(640, 8), torch.ones(640, 1)), 32),
+        "model": Binary,
+    },
+    "noisy copies of the target": lambda: {
+        "train": DataLoader(noisy(*series(first=7).tensors), 32, shuffle=True),
+        "model": Binary,
+    },
     "other validation": lambda: {
         "train": DataLoader(Subset(dataset(), range(500)), 32, shuffle=True),
         "validation": DataLoader(Subset(dataset(), range(500, 640)), 32),
@@ -494,6 +520,11 @@ FAULTS: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
         },
         "validation-in-training",
         "42% of the samples of validation are also samples of training",
+    ),
+    "windows that end with their target": (
+        lambda: {"train": DataLoader(series(first=7), 32, shuffle=True), "model": Binary},
+        "target-in-inputs",
+        "value 7 of the inputs is the target in each of 256 compared samples",
     ),
     "sorted one-hot classes": (
         lambda: {"train": DataLoader(sorted_by_class(one_hot), 32)},
@@ -580,6 +611,11 @@ NOTES: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
         lambda: {"train": DataLoader(Repeating(10), 32, shuffle=True)},
         "few-samples",
         "640 indices of the data set gave 10 different samples in epoch 0",
+    ),
+    "two indices with the same sample": (
+        lambda: {"train": DataLoader(Repeating(320), 32, shuffle=True)},
+        "few-samples",
+        "640 indices of the data set gave 320 different samples in epoch 0",
     ),
     "a buffer that keeps its samples": (
         lambda: {"train": DataLoader(Buffered(takes=False), 16), "max_epochs": 1},
@@ -757,6 +793,15 @@ def test_samples_are_counted_while_it_takes_little_time(tmp_path: Path, monkeypa
     monkeypatch.setattr(samples_module.WatchedSamples, "_is_cheap", lambda self: False)
     run = fit(tmp_path, DataLoader(dataset(), 32, shuffle=True))
     assert [(each.epoch, each.batches, each.is_whole) for each in run.data.epochs] == [(0, 20, True), (1, 10, False)]
+
+
+def test_a_leak_stays_known_after_the_count_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validation is compared with the last epoch that was counted as a whole, not with a part of the next one."""
+    monkeypatch.setattr(samples_module, "_FIRST_BATCHES", 22)
+    monkeypatch.setattr(samples_module.WatchedSamples, "_is_cheap", lambda self: False)
+    run = fit(tmp_path, DataLoader(Stream(samples=640), 32), DataLoader(Subset(dataset(), range(320, 640)), 32))
+    verdict = "100% of the samples of validation are also samples of training"
+    assert findings(run) == [("validation-in-training", "warning", verdict)]
 
 
 def test_a_damaged_file_is_an_error(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_recorder.functions import FUNCTIONS, ChosenFunctions, FunctionOutputTap
-from lightning_recorder.functions.losses import share_of_next, some_of
+from lightning_recorder.functions.losses import share_of_ends, share_of_next, some_of
 from lightning_recorder.graph import GraphCapture
 from lightning_recorder.reductions import ChannelMoments
 from lightning_recorder.statistics import StatisticsRecorder
@@ -157,3 +158,69 @@ def test_blanks_among_the_labels(labels: Tensor, lengths: Any, blank: int, share
         net(torch.randn(6, 2, 4))
     (blanks,) = [tensor for site, tensor in found.items() if site.path == "in.target.blank"]
     assert float(blanks.float().mean()) == pytest.approx(share)
+
+
+class Weighted(nn.Module):
+    """A model of weighted losses of three classes, or of two."""
+
+    def __init__(self, loss: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(x)
+
+
+THREE, ONE = torch.tensor([2.0, 0.5, 1.0]), torch.tensor(3.0)
+HALF = torch.tensor([1.0, 0.0, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("loss", "weights", "of_targets"),
+    [
+        (lambda x: F.cross_entropy(x, CLASSES, THREE), THREE, [1.0, 0.0, 2.0]),
+        (lambda x: nn.CrossEntropyLoss(THREE, ignore_index=0)(x, CLASSES.clamp(min=0)), THREE, [1.0, 0.0, 0.0]),
+        (lambda x: F.nll_loss(x, CLASSES, weight=THREE), THREE, [1.0, 0.0, 2.0]),
+        (lambda x: F.binary_cross_entropy_with_logits(x[:, 0], HALF, pos_weight=ONE), [1.0, 3.0], [3.0, 1.0, 2.0]),
+        (lambda x: nn.BCEWithLogitsLoss(pos_weight=ONE[None])(x[:, :1], HALF[:, None]), [1.0, 3.0], [[3], [1], [2]]),
+    ],
+)
+def test_weights_of_classes(loss: Any, weights: Any, of_targets: list[Any]) -> None:
+    """The weights of a loss are recorded for the classes and for the targets, which is 0 for one to ignore."""
+    found = {path: tensor for (_, path), tensor in recorded(Weighted(loss)).items()}
+    assert torch.equal(found["in.target.weights"], torch.as_tensor(weights))
+    assert torch.equal(found["in.target.weight"], torch.tensor(of_targets, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x: F.cross_entropy(x, CLASSES),
+        lambda x: F.cross_entropy(x, x.softmax(1), THREE),  # a target of probabilities
+        lambda x: F.binary_cross_entropy_with_logits(x, x.sigmoid(), pos_weight=THREE),  # one for each output
+        lambda x: F.binary_cross_entropy_with_logits(x, x.sigmoid(), x.abs()),  # of single values
+        lambda x: F.multi_margin_loss(x, CLASSES.clamp(min=0), weight=THREE),
+    ],
+)
+def test_other_weights_are_not_recorded(loss: Any) -> None:
+    """Weights of single values, of several outputs and of probabilities are none of classes."""
+    assert not [path for _, path in recorded(Weighted(loss)) if "weight" in path]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "targets", "share"),
+    [
+        ([[5, 6, 1, 1], [7, 8, 9, 1]], [[6, 1, -100, -100], [8, 9, 1, -100]], 1.0),
+        ([[5, 6, 1, 1], [7, 8, 9, 1]], [[6, -100, -100, -100], [8, 9, 1, -100]], 0.5),
+        ([[5, 6, 1, 1], [7, 8, 9, 1]], [[6, -100, -100], [8, 9, -100]], 0.0),
+        ([[1, 1, 5, 1], [1, 7, 8, 1]], [[-100, 5, 1], [7, 8, 1]], 1.0),  # padding or a start before the text
+        ([[1, 1, 5, 6], [1, 7, 8, 1]], [[-100, 5, 6], [7, 8, -100]], -1.0),  # a text that does not end
+        ([[5, 1, 6, 1], [7, 1, 8, 1]], [[1, 6, -100], [1, 8, -100]], 1.0),  # the first of two packed texts
+    ],
+)
+def test_ends_among_the_targets(tokens: list[list[int]], targets: list[list[int]], share: float) -> None:
+    """The first end token behind a text counts, with or without a target for the last token."""
+    found = share_of_ends(torch.tensor(targets), torch.tensor(tokens), 1)
+    assert found is not None
+    assert float(found) == share
+    assert share_of_ends(torch.zeros(5), torch.tensor(tokens), 1) is None

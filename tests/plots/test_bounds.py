@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from lightning_recorder import plots
 from lightning_recorder.plots import (
     attention_maps,
     feature_maps,
@@ -155,3 +157,11 @@ def test_the_hardest_pictures_are_bounded(draw: Callable[[], Image]) -> None:
     image = draw()
     check(image)
     assert png_bytes(image) <= MAX_PNG_BYTES
+
+
+def test_every_plot_is_bounded() -> None:
+    """Each public function that returns a picture draws one of the hardest pictures."""
+    functions = [each for each in vars(plots).values() if inspect.isfunction(each)]
+    public = {each.__name__ for each in functions if inspect.signature(each).return_annotation == "Image"}
+    drawn = {name for draw in HARD.values() for name in getattr(draw, "func", draw).__code__.co_names if name in public}
+    assert drawn == public >= {"heat_map", "kernels"}

@@ -100,7 +100,7 @@ def join_updates(graph: Graph) -> Graph:
         inside = {node.id for node in run}
         taken = dict.fromkeys(edge.source for node in run for edge in graph.into(node))
         tensors = [graph[each] for each in taken if graph[each].kind in _OF_MODEL]
-        # Others are taken by functions elsewhere. A layer is known to use its own.
+        # A tensor that another function reads stays a node. A layer shows its own parameters anyway.
         tensors = [each for each in tensors if all(one in inside or _owns(graph[one], each) for one in users[each.id])]
         for each in tensors:
             del target[each.id]

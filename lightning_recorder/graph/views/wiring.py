@@ -278,7 +278,7 @@ class Siblings:
 
 
 def tensor_label(node: Node) -> Key:
-    """Return the properties in which parameters and other tensors of equal units agree."""
+    """Return the properties of a parameter or another tensor that must match for two units to be equal."""
     name = "#" if node.name.rpartition(".")[2].isdigit() else node.name.rpartition(".")[2]
     return node.kind, name, node.outputs
 

@@ -114,11 +114,11 @@ def _is_constant(head: View, persistence: int, least: float) -> bool:
 
 @rule(
     "zero-projection",
-    statistic="zero_fraction of a weight that makes queries, keys and values together",
+    statistic="zero_fraction of a weight that makes queries, keys and values together, and of its gradient",
     usual="0, but for weights that begin at zero and leave it with the first steps",
-    why="As many weights as those of one projection stay zero. Without weights it gives its bias alone, which is the "
-    "same at all positions.",
-    next="Look at the initialization of these rows, at hooks on the gradient, and at what multiplies the projection.",
+    why="As many weights as those of one projection stay zero, or have no gradient. Without weights it gives its bias "
+    "alone, which is the same at all positions; without a gradient nothing depends on it.",
+    next="Look at the initialization of these rows, at hooks on the gradient, and at what takes the three parts.",
     false_alarms="Only a third or two thirds of the weight in all of the last records count, as pruning leaves another "
     "share, and only weights of nn.MultiheadAttention or beside recorded scores.",
     needs=("parameters",),
@@ -128,25 +128,27 @@ def _is_constant(head: View, persistence: int, least: float) -> bool:
     ),
 )
 def zero_projection(evidence: Evidence, *, persistence: int = 3) -> Iterator[Finding]:
-    """Yield the joint projections of attention of which one or two parts are zero."""
+    """Yield the joint projections of attention of which one or two parts are zero, or have a gradient of zeros."""
     found = []
     around = {name.rpartition(".")[0] for name in layers_of(evidence, evidence.heads)}
     for each in evidence.weights:
-        thirds = 3 * each.zero_fraction[-persistence:]
         is_joined = len(each.shape) == 2 and max(each.shape) == 3 * min(each.shape)
         # The gates of a GRU have this shape, too.
         is_of_attention = each.path == "in_proj_weight" or each.module.rpartition(".")[0] in around
-        if is_joined and is_of_attention and len(thirds) == persistence:
-            found += [(each, count) for count in (1, 2) if np.allclose(thirds, count)]
+        for view in (each, each.gradient) if is_joined and is_of_attention else ():
+            thirds = 3 * view.zero_fraction[-persistence:]
+            if len(thirds) == persistence:
+                found += [(each, view, count) for count in (1, 2) if np.allclose(thirds, count)]
     if found:
-        first, count = found[0]
+        first, view, count = found[0]
         share, which = ("a third", "one") if count == 1 else ("two thirds", "two")
+        what = first.name if view is first else f"the gradient of {first.name}"
         verdict = (
-            f"{share} of {first.name} is zero in all of the last {persistence} records, as many weights as {which} of "
-            "the projections of queries, keys and values has"
+            f"{share} of {what} is zero in all of the last {persistence} records, as many weights as {which} of the "
+            "projections of queries, keys and values has"
         )
-        others = tuple(dict.fromkeys(each.module for each, _ in found[1:]))
-        yield first.found(verdict, "zero_fraction", others=others, share=float(first.zero_fraction[-1]))
+        others = tuple(dict.fromkeys(each.module for each, *_ in found[1:] if each.module != first.module))
+        yield view.found(verdict, "zero_fraction", others=others, share=float(view.zero_fraction[-1]))
 
 
 @rule(

@@ -18,6 +18,7 @@ from lightning_recorder.insight.recorded_step import (
     found_in,
     is_attention,
     keeps_values,
+    setting,
     shape_of,
     step_of,
 )
@@ -160,20 +161,71 @@ def _product_before(step: RecordedStep, last: Node) -> Node | None:
 
 def _rotations(step: RecordedStep, side: Node, projections: list[Node]) -> int:
     """Return the number of products with a table of positions between the projections and a side of the scores."""
-    begins, todo, seen = {each.id for each in projections}, [side], {side.id}
     count = 0
+    for node in _on_the_way(step, side, projections):
+        tables = [each for each in step.sources(node) if "parameter" not in step.roots[each.id] and each.outputs]
+        # A mask of positions has one value for each.
+        shapes = (each.outputs[0].shape for each in tables)
+        count += node.name.strip("_") in _FACTORS_OF and any(len(each) > 1 and each[-1] > 1 for each in shapes)
+    return count
+
+
+def _on_the_way(step: RecordedStep, side: Node, projections: list[Node]) -> Iterator[Node]:
+    """Yield the operations between the projections of an attention and one of its sides."""
+    begins, todo, seen = {each.id for each in projections}, [side], {side.id}
     while todo and len(seen) < _MOST:
         node = todo.pop()
         if node.id in begins or node.kind != "op":
             continue
+        yield node
         sources = step.sources(node)
-        tables = [each for each in sources if "parameter" not in step.roots[each.id] and each.outputs]
-        # A mask of positions has one value for each.
-        shapes = (each.outputs[0].shape for each in tables)
-        count += node.name.strip("_") in _FACTORS_OF and any(len(each) > 1 and each[-1] > 1 for each in shapes)
         todo += [each for each in sources if each.id not in seen and "parameter" in step.roots[each.id]]
         seen |= {each.id for each in sources}
-    return count
+
+
+@rule(
+    "one-sided-roll",
+    statistic="rolls along the positions between the linear layers of an attention and its queries, keys and values",
+    usual="none, or one for each",
+    why="torch.roll has moved the queries, the keys or the values alone. A key then belongs to another position than "
+    "its value or its query, and the last position comes before the first, also where a mask hides it.",
+    next="Remove the roll, or roll the input of the whole attention.",
+    false_alarms="Only attention of a sequence to itself is examined.",
+    needs=(GRAPH,),
+    explains=dict.fromkeys(("odd-attention", "unlike-siblings", "odd-block", "one-hot-heads"), _ANY),
+    is_lasting=True,
+)
+def one_sided_roll(evidence: Evidence) -> Iterator[Finding]:
+    """Yield attention whose queries, keys or values alone are rolled along the positions."""
+    step = step_of(evidence)
+    found = []
+    for last, projections in attention_layers(step):
+        product = last if last.name == ATTENTION else _product_before(step, last)
+        sides = step.sources(product)[:2] if product is not None else []
+        sides += step.sources(last)[2:3] if last.name == ATTENTION else step.sources(last)[1:2]
+        if len(sides) == 3 and last.outputs:
+            length = last.outputs[0].shape[-2]
+            are_rolled = [_is_rolled(step, each, projections, length) for each in sides]
+            if any(are_rolled) and not all(are_rolled):
+                found.append((last, [name for name, is_rolled in zip(_SIDES, are_rolled, strict=True) if is_rolled]))
+    if found:
+        names = [step.owner(last) for last, _ in found]
+        what = " and ".join(found[0][1])
+        others = " and ".join(each for each in _SIDES if each not in found[0][1])
+        verdict = f"the {what} of {names[0]} are rolled along the positions, and its {others} are not"
+        yield replace(found_in(evidence, names[0], verdict, layers=len(names)), others=tuple(dict.fromkeys(names[1:])))
+
+
+_SIDES = ("queries", "keys", "values")
+
+
+def _is_rolled(step: RecordedStep, side: Node, projections: list[Node], length: int) -> bool:
+    """Return True if there is a roll along the positions between the projections and a side of an attention."""
+    for node in _on_the_way(step, side, projections):
+        shape, dim = shape_of(node), setting(node, "dims").strip("()[], ")
+        if node.name == "roll" and shape and dim.lstrip("-").isdecimal() and shape.count(length) == 1:
+            return shape[int(dim) % len(shape)] == length
+    return False
 
 
 @rule(

@@ -131,3 +131,41 @@ def one_class_predicted(
             spreads = View(evidence, evidence.losses, Site(view.module, "in.prediction")).batch_spread[last]
             is_constant = len(spreads) == persistence and bool((spreads <= spread).all())
             yield found if share <= most and is_constant else replace(found, severity="note")
+
+
+@rule(
+    "inverted-weights",
+    statistic="mean weight of the targets of a loss that weights classes, against the mean of the weights",
+    usual="at most 1, since frequent classes have small weights",
+    why="The weights are the shares of the classes, where their inverses are meant: rare classes count even less.",
+    next="Invert them: 1 / share for the weights of classes, and negative / positive samples for pos_weight.",
+    false_alarms="Weights of other sizes than the shares of the classes, classes with the weight 0, and a vector of "
+    "pos_weight are left out.",
+    needs=("activations",),
+    records=4,
+    explains={"one-class-predicted": _ANY},
+)
+def inverted_weights(
+    evidence: Evidence, *, records: int = 4, targets: int = 64, factor: float = 1.4, tolerance: float = 0.25
+) -> Iterator[Finding]:
+    """Yield the losses whose weights are proportional to the frequencies of the classes."""
+    for view in _sides(evidence, "in.target.weight"):
+        weights = View(evidence, evidence.losses, Site(view.module, "in.target.weights"))
+        (means, sizes, least), _ = weights.columns("mean", "rms", "min")
+        ignored = View(evidence, evidence.losses, Site(view.module, "in.target.ignored")).mean
+        (of_targets, counts), _ = view.columns("mean", "count")
+        if min(len(means), len(counts)) < records or not least.min() > 0:
+            continue
+        number = float((counts * (1 - ignored)).sum() if len(ignored) == len(counts) else counts.sum())
+        if number < targets:
+            continue
+        mean = float((of_targets * counts).sum() / number)
+        # Weights that are the shares of the classes times a number have this mean over the targets.
+        expected = float(np.median(sizes**2 / means))
+        ratio = mean / float(np.median(means))
+        if ratio > factor and abs(mean / expected - 1) < tolerance:
+            verdict = (
+                f"frequent classes have the largest weights in {view.module}: the mean weight of its targets is "
+                f"{mean:.3g}, {ratio:.3g} × that of the classes"
+            )
+            yield replace(view.found(verdict, "mean", factor=ratio, mean=mean), path="")

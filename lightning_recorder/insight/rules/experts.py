@@ -9,6 +9,7 @@ import numpy as np
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.parts import layers_of, listed
+from lightning_recorder.insight.recorded_step import step_of
 from lightning_recorder.insight.rule import rule
 from lightning_recorder.records.table import Floats
 
@@ -33,6 +34,18 @@ def _chosen(expert: View) -> float:
     return float(np.median(expert.router_chosen))
 
 
+def _scored_by(evidence: Evidence, router: str) -> tuple[str, ...]:
+    """Return the name of the layer that makes the scores of a router that is a function; none if it is not known."""
+    step, (owner, _, function) = step_of(evidence), router.rpartition(".")
+    for node in step.operations:
+        if node.name == function.partition("#")[0] and step.owner(node) == owner:
+            source = step.behind(node)
+            while source is not None and source.kind == "op" and source.name != "linear":  # such as a softmax
+                source = step.behind(source)
+            return (step.owner(source),) if source is not None and source.kind == "op" else ()
+    return ()
+
+
 @rule(
     "router-collapse",
     statistic="effective number of experts: the exponential of the entropy of the load",
@@ -43,7 +56,10 @@ def _chosen(expert: View) -> float:
     false_alarms="A router that starts like this and spreads. The last records must agree.",
     needs=("activations",),
     records=4,
-    explains=dict.fromkeys(("starved-expert", "never-chosen", "gradient-stops", "unlike-siblings"), _ANY),
+    explains={
+        **dict.fromkeys(("starved-expert", "never-chosen", "gradient-stops", "unlike-siblings"), _ANY),
+        "scale-jump": ("same",),
+    },
 )
 def router_collapse(
     evidence: Evidence, *, persistence: int = 4, factor: float = 1.25, experts: float = 2.0
@@ -64,9 +80,9 @@ def router_collapse(
                 f"the router {name} sends {share:.0%} of its choices to {listed('expert', best)} of {len(members)}: "
                 f"effectively {effective[-1]:.2g} experts, where a token chooses {chosen:.2g}"
             )
-            yield best[0].found(
-                verdict, "router_load", since=steps[first], effective=effective[-1], chosen=chosen, parts=best
-            )
+            numbers = {"effective": effective[-1], "chosen": chosen}
+            others = _scored_by(evidence, name)  # its large scores are those that prefer some experts
+            yield best[0].found(verdict, "router_load", since=steps[first], others=others, parts=best, **numbers)
 
 
 @rule(
@@ -78,7 +94,7 @@ def router_collapse(
     false_alarms="Few tokens: in an even load, the expert would get 30 tokens in each record. All records must agree.",
     needs=("activations",),
     records=4,
-    explains=dict.fromkeys(("never-chosen", "gradient-stops", "unlike-siblings"), _ANY),
+    explains={**dict.fromkeys(("never-chosen", "gradient-stops", "unlike-siblings"), _ANY), "scale-jump": ("same",)},
 )
 def starved_expert(
     evidence: Evidence, *, persistence: int = 4, share: float = 0.02, tokens: float = 30.0, most: float = 0.5
@@ -98,7 +114,8 @@ def starved_expert(
                 f"{listed('expert', found)} of {name} got {loads[-persistence:, places].mean():.2%} of the choices in "
                 f"each of the last {persistence} records, where {1 / len(members):.0%} would be even"
             )
-            yield found[0].found(verdict, "router_load", since=steps[int(rows) + 1], experts=len(found), parts=found)
+            since, others = steps[int(rows) + 1], _scored_by(evidence, name)
+            yield found[0].found(verdict, "router_load", since=since, others=others, parts=found, experts=len(found))
 
 
 @rule(

@@ -38,6 +38,9 @@ _NEXT_LAST_BLOCK = "Leave it out of the last block, or let it be: DDP then needs
 _WHY_NO_GRAD = "A torch.no_grad(), or a checkpoint with use_reentrant=True whose inputs require no gradient."
 _WHY_ZERO_LOSS = "The loss is multiplied with zero, or does not change with this output, as where it is clamped."
 _NEXT_ZERO_LOSS = "Look at the factors of the loss, and at what comes between this output and the loss."
+_FLAT = re.compile(r"(round|sign|floor|ceil|trunc|heaviside)_?")
+_WHY_FLAT = "A function with steps does not change where its input changes a little, so that nothing before it learns."
+_NEXT_FLAT = "Compute the loss without it, as a soft Dice loss of probabilities; round for metrics alone."
 _SMALLEST_NORMAL = 6.1e-5  # float16
 
 
@@ -67,7 +70,8 @@ def trains(evidence: Evidence) -> bool:
     usual="every parameter of the optimizer has a gradient",
     why="The code does not use the parameter, or its effect on the loss is cut off by a detach().",
     next="Use the parameter in the code of its module, or remove it; DDP would stop with an error.",
-    false_alarms="Parameters that are used in a part of training only, such as a mask token.",
+    false_alarms="Parameters that are used in a part of training only, such as a mask token. Gradients of zero count "
+    "in recurrent modules alone: those of one layer of several, or of the backward direction's recurrent weight.",
     needs=("parameters",),
     records=2,
 )
@@ -87,6 +91,48 @@ def forgotten_parameter(evidence: Evidence, *, records: int = 2) -> Iterator[Fin
             verdict = f"{len(found)} parameters are not used by the loss, so they are not trained: {names}"
         others = dict.fromkeys(each.module for each in found if each.module not in ("", found[0].module))
         yield found[0].found(verdict, others=tuple(others))
+    yield from _unread_states(evidence, records)
+
+
+_OF_RECURRENCE = re.compile(r"(weight|bias)_(ih|hh)_l(\d+)(_reverse)?")
+
+
+def _unread_states(evidence: Evidence, records: int) -> Iterator[Finding]:
+    """Yield the layers and the directions of recurrent modules whose states the loss does not read."""
+    modules: dict[str, dict[tuple[str, ...], View]] = {}
+    for each in evidence.tensors:
+        part = _OF_RECURRENCE.fullmatch(each.path)
+        if part is not None and len(each.gradient.rms) >= records:
+            modules.setdefault(each.module, {})[part.groups("")] = each
+    for parts in modules.values():
+        zeros = {part for part, each in parts.items() if not each.gradient.rms.any()}
+        layers = {layer for *_, layer, _ in parts}
+        unread = [one for one in sorted(layers, key=int) if all(part in zeros for part in parts if part[2] == one)]
+        if unread and len(unread) < len(layers):
+            view = parts["weight", "ih", unread[0], ""]
+            verdict = (
+                f"the gradients of layer {unread[0]} of {view.module} are zero in each record: the loss reads the "
+                "states of another layer"
+            )
+            yield replace(view.found(verdict), why=_WHY_LAYER, next=_NEXT_LAYER)
+            return
+        for layer in sorted(layers, key=int):
+            forward, backward = (("weight", "hh", layer, way) for way in ("", "_reverse"))
+            is_read = ("weight", "ih", layer, "_reverse") in parts.keys() - zeros
+            if backward in zeros and forward in parts.keys() - zeros and is_read:
+                view = parts[backward]
+                verdict = (
+                    f"the gradient of {view.name} is zero in each record: the loss reads the backward direction "
+                    "where it has seen one step only"
+                )
+                yield replace(view.found(verdict), why=_WHY_BACKWARD, next=_NEXT_BACKWARD)
+                return
+
+
+_WHY_LAYER = "h_n has the last states of all layers, and h_n[0] is that of the first one."
+_NEXT_LAYER = "Take h_n[-1], or the output at the last step."
+_WHY_BACKWARD = "The backward direction begins at the last step, so that output[:, -1] is its first state."
+_NEXT_BACKWARD = "Join the last states of both directions: torch.cat([h_n[-2], h_n[-1]], dim=1)."
 
 
 def _around(name: str) -> Iterator[str]:
@@ -154,7 +200,10 @@ def gradient_stops(evidence: Evidence, *, records: int = 2, blocks: int = 4) -> 
         is_zero_from_the_loss = not reached and bool(len(evidence.gradients)) and lost[names[0]]
         is_single = len(alike) == 1 and not is_zero_from_the_loss
         earlier = _trained_before_last(evidence, frontier, lost) if is_single else ""
-        if is_zero_from_the_loss:
+        flat = _flat_after(evidence, frontier) if is_zero_from_the_loss else ""
+        if flat:
+            where = f"the {flat} behind {frontier} has a gradient of zero everywhere"
+        elif is_zero_from_the_loss:
             where = f"the gradient of the loss for the output of {frontier} is zero already"
         elif earlier:
             where = f"the loss does not depend on it; {earlier} of an earlier block is trained"
@@ -164,7 +213,9 @@ def gradient_stops(evidence: Evidence, *, records: int = 2, blocks: int = 4) -> 
         others = tuple(each for each in names if each != frontier)
         found = evidence.view(evidence.parameters, frontier).found(verdict, others=others, modules=len(names))
         recorded = _recorded_stops(evidence, {frontier, *names, *after})
-        if is_zero_from_the_loss:
+        if flat:
+            found = replace(found, why=_WHY_FLAT, next=_NEXT_FLAT)
+        elif is_zero_from_the_loss:
             found = replace(found, why=_WHY_ZERO_LOSS, next=_NEXT_ZERO_LOSS)
         elif earlier:
             found = replace(found, severity="note", why=_WHY_LAST_BLOCK, next=_NEXT_LAST_BLOCK)
@@ -174,6 +225,16 @@ def gradient_stops(evidence: Evidence, *, records: int = 2, blocks: int = 4) -> 
             following = f"Look at {' and '.join(recorded)}: the recorded step has no gradient before it."
             found = replace(found, next=following)
         yield found
+
+
+def _flat_after(evidence: Evidence, name: str) -> str:
+    """Return the function with steps, and its line, that the loss depends on behind a module."""
+    step = step_of(evidence)
+    made = {node.id for node in step.operations if step.owner(node) == name}
+    for node in step.operations:
+        if _FLAT.fullmatch(node.name) and node.id in step.gives_gradients and made & step.ancestors(node):
+            return f"{node.name} at {node.source}" if node.source else node.name
+    return ""
 
 
 def _trained_before_last(evidence: Evidence, name: str, lost: Collection[str]) -> str:

@@ -8,13 +8,21 @@ from dataclasses import replace
 
 import numpy as np
 
-from lightning_recorder.graph.model import Graph, Node
+from lightning_recorder.graph.model import Edge, Graph, Node
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import PRIOR_PUSHED_AWAY, Finding
-from lightning_recorder.insight.recorded_step import RecordedStep, factor_of, found_in, keeps_values, step_of
+from lightning_recorder.insight.recorded_step import (
+    RecordedStep,
+    factor_of,
+    found_in,
+    keeps_values,
+    setting,
+    step_of,
+)
 from lightning_recorder.insight.rule import GRAPH, rule
 
 _LAYERS = ("linear", "conv1d", "conv2d", "conv3d")
+_SPLITS = ("chunk", "split", "unbind")
 _NOISE = ("randn", "randn_like", "normal", "normal_")
 
 
@@ -82,7 +90,7 @@ def latent_without_prior(evidence: Evidence) -> Iterator[Finding]:
                 f"the loss gets the output of {mean}{scales} through the samples in {step.place(sample)} alone: no "
                 "term, such as a KL divergence, keeps their mean and scale near those of the prior"
             )
-            yield replace(found_in(evidence, mean, verdict), others=(scale,) if scale != mean else ())
+            yield _about(evidence, mean, scale, verdict)
             return
 
 
@@ -121,7 +129,7 @@ def prior_pushed_away(evidence: Evidence) -> Iterator[Finding]:
                 f"the loss falls with the square of {mean} and with the exponential of {scale}, the mean and the scale "
                 f"of the samples in {step.place(sample)}: the KL divergence is subtracted"
             )
-            yield replace(found_in(evidence, mean, verdict), others=(scale,) if scale != mean else ())
+            yield _about(evidence, mean, scale, verdict)
             return
 
 
@@ -132,28 +140,48 @@ def prior_pushed_away(evidence: Evidence) -> Iterator[Finding]:
     why="The samples take for the standard deviation what the loss takes for its logarithm or for the variance, so "
     "that the divergence is that of another distribution.",
     next="Compute the samples as mean + noise × exp(0.5 × log σ²).",
-    false_alarms="Only a loss with the exponential of the same output is examined, for the factor of its exponent.",
+    false_alarms="Only a loss with the exponential of the same output, or a normal likelihood, is examined, for the "
+    "factor of the exponent and for an activation without negative outputs before it.",
     needs=("parameters", GRAPH),
     is_lasting=True,
 )
 def latent_scale(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a random variable whose samples have another scale than the loss takes for it."""
+    """Yield a random variable whose samples have another scale than the loss, or whose scale is limited."""
     step, learned = step_of(evidence), _learned(evidence)
+    for power in step.operations:
+        if power.name == "exp" and _is_deviation(step, power) and (limit := _limit(step, power)):
+            scale = _owner_of(step, power, learned)
+            verdict = (
+                f"the likelihood in the loss takes the {limit} of {scale or 'a layer'} for the logarithm of the "
+                "standard deviation, which is so at least 1"
+            )
+            yield replace(found_in(evidence, scale, verdict), why=_WHY_LIMIT, next=_NEXT_LIMIT)
+            return
     for mean, scale, sample in _latents(evidence.graph, learned, any_scale=True):
         known = _before(step, [sample], {mean, scale})
         powers = [node for node in step.operations if node.name == "exp" and _owner_of(step, node, learned) == scale]
+        parts = [_part(step, each) for each in _sides(step, sample)]
+        if scale == mean and any(node.id in known for node in powers) and parts[0] == parts[1]:
+            verdict = (
+                f"the samples in {step.place(sample)} take the same part of the output of {mean} as mean and as "
+                "logarithm of the scale"
+            )
+            yield replace(found_in(evidence, mean, verdict), why=_WHY_PART, next=_NEXT_PART)
+            return
+        if scale == mean:
+            powers = [node for node in powers if parts[0] != _part(step, step.graph.into(node)[0]) == parts[1]]
         inside = [_exponent(step, node) for node in powers if node.id in known]
         outside = [_exponent(step, node) for node in powers if node.id not in known]
         own = inside[0] if len(inside) == 1 else None if inside else 0.0
         limits = [_limit(step, node) for node in powers]
-        if limits and scale != mean and any(node.id not in known for node in powers) and None not in limits:
+        if limits and any(node.id not in known for node in powers) and None not in limits:
             verdict = (
                 f"the loss and the samples in {step.place(sample)} take the {limits[0]} of {scale} for the logarithm "
                 "of the variance, so that the standard deviation is at least 1"
             )
-            yield replace(found_in(evidence, mean, verdict), others=(scale,), why=_WHY_LIMIT, next=_NEXT_LIMIT)
+            yield replace(_about(evidence, mean, scale, verdict), why=_WHY_LIMIT, next=_NEXT_LIMIT)
             return
-        if own is None or None in outside or not outside or scale == mean:
+        if own is None or None in outside or not outside:
             continue
         # Raw numbers must be those of the layer: a softplus or a square is a scale, too.
         if not inside and not _is_raw(step, sample, scale):
@@ -164,8 +192,12 @@ def latent_scale(evidence: Evidence) -> Iterator[Finding]:
                 f"the samples in {step.place(sample)} have {used} as standard deviation, and the loss has "
                 f"exp({outside[0]:.3g} × {scale}) for the variance"
             )
-            yield replace(found_in(evidence, mean, verdict), others=(scale,))
+            yield _about(evidence, mean, scale, verdict)
             return
+
+
+_WHY_PART = "Two slices have the same bounds, or the same number of a chunk is taken twice."
+_NEXT_PART = "Split the output with mean, log_variance = output.chunk(2, dim=-1)."
 
 
 _WHY_LIMIT = (
@@ -176,6 +208,48 @@ _NEXT_LIMIT = (
     "Remove the activation, or take its output for the standard deviation itself, with its square and its logarithm in "
     "the divergence."
 )
+
+
+def _about(evidence: Evidence, mean: str, scale: str, verdict: str) -> Finding:
+    """Return a finding about the modules of mean and scale, which may be one."""
+    return replace(found_in(evidence, mean, verdict), others=(scale,) if scale != mean else ())
+
+
+def _sides(step: RecordedStep, sample: Node) -> tuple[Edge, Edge]:
+    """Return the edges that give mean and scale to a sample."""
+    edges = step.graph.into(sample)
+    if sample.name in _NOISE:
+        return edges[0], edges[1]
+    product = next(step.graph[each.source] for each in edges if _is_noisy(step, step.graph[each.source]))
+    scale = next(each for each in step.graph.into(product) if step.graph[each.source].name not in _NOISE)
+    return next(each for each in edges if each.source != product.id), scale
+
+
+def _is_noisy(step: RecordedStep, node: Node) -> bool:
+    return any(each.name in _NOISE for each in step.sources(node))
+
+
+def _part(step: RecordedStep, edge: Edge) -> tuple[int, tuple[str, ...]]:
+    """Return the id of the layer behind an edge, with the part of its output that is taken."""
+    parts: list[str] = []
+    while True:
+        node = step.graph[edge.source]
+        parts += [str(edge.outputs)] if node.name in _SPLITS else []
+        parts += [setting(node, "index")] if node.name == "getitem" else []
+        edges = step.graph.into(node) if node.kind == "op" and node.name not in _LAYERS else ()
+        if not edges:
+            return node.id, tuple(parts)
+        edge = edges[0]
+
+
+def _is_deviation(step: RecordedStep, node: Node) -> bool:
+    """Return True if a squared error is divided by the square of some numbers, whose logarithm the loss has, too."""
+    users = step.users(node)
+    squares = {each.id for each in users if each.name in ("pow", "square", "__pow__")}
+    divisors = [step.sources(each)[-1:] for each in step.operations if each.name in ("div", "__truediv__")]
+    squared = [step.behind(each) if factor_of(each) else each for found in divisors for each in found]
+    is_divisor = any(each is not None and each.id in squares for each in squared)
+    return is_divisor and any(each.name == "log" for each in users)
 
 
 def _limit(step: RecordedStep, power: Node) -> str | None:
@@ -196,17 +270,18 @@ def _exponent(step: RecordedStep, power: Node) -> float | None:
         if source.name in _LAYERS:
             return factor
         own = factor_of(source)
-        if own is None and not keeps_values(source) and source.name not in ("chunk", "split", "getitem", "clamp"):
+        if own is None and not keeps_values(source) and source.name not in (*_SPLITS, "getitem", "clamp"):
             return None
         factor, node = factor * (1.0 if own is None else own), source
     return None
 
 
 def _is_raw(step: RecordedStep, sample: Node, scale: str) -> bool:
-    """Return True if a product with noise takes the output of a layer as it is."""
-    products = [each for each in step.sources(sample) if each.name in ("mul", "mul_")]
-    factors = [step.made_by(one) for each in products for one in step.sources(each)]
-    return any(one.name in _LAYERS and step.owner(one) == scale for one in factors)
+    """Return True if a product with noise takes the output of a layer, or a part of it, as it is."""
+    node = step.graph[_sides(step, sample)[1].source]
+    while (keeps_values(node) or node.name in (*_SPLITS, "getitem")) and (sources := step.sources(node)):
+        node = sources[0]
+    return node.name in _LAYERS and step.owner(node) == scale
 
 
 def _owner_of(step: RecordedStep, node: Node, learned: set[str]) -> str:

@@ -110,6 +110,68 @@ def _is_bottleneck(inner: Shape | None, outer: Shape | None) -> bool:
 
 
 @rule(
+    "single-unit",
+    statistic="values of a sample between two layers, if all that the predictions depend on passes between them",
+    usual="at least about as many as the model has outputs",
+    why="A layer has one output, such as where the number of outputs of the model was also given to a hidden layer.",
+    next="Give the hidden layer more units.",
+    false_alarms="Latents of autoencoders, gates and weights of attention, which something else passes by, and models "
+    "of one or two outputs are left out.",
+    needs=(GRAPH,),
+    explains=dict.fromkeys(("scale-jump", "unlike-siblings", "vanishing-gradient", "dead-output", "saturation"), _ANY),
+    is_lasting=True,
+)
+def single_unit(evidence: Evidence, *, outputs: int = 3) -> Iterator[Finding]:
+    """Yield a finding if each sample is a single number between two layers, and the model returns several."""
+    step = step_of(evidence)
+    inputs = {node.id for node in evidence.graph.nodes if node.kind == "input"}
+    for loss in step.operations:
+        sources = step.sources(loss) if loss.name in LOSSES else []
+        shape = shape_of(loss)
+        if len(sources) < 2 or not shape or len(shape) != 2 or shape[1] < outputs:
+            continue
+        before = {sources[0].id, *step.ancestors(sources[0])}
+        targets = {sources[1].id, *step.ancestors(sources[1])}
+        for node in step.operations:
+            if node.id not in before or node.name != "linear" or shape_of(node) != (shape[0], 1):
+                continue
+            layer = _layer_before(step, node)
+            if layer is None or targets & inputs & step.ancestors(layer):
+                continue
+            if inputs.isdisjoint(_ancestors_without(step, sources[0], layer)):
+                verdict = (
+                    f"{step.owner(layer) or layer.name} returns one number for each sample, from which the "
+                    f"{shape[1]} outputs follow"
+                )
+                yield found_in(evidence, step.owner(layer), verdict, values=1.0)
+                return
+
+
+_SELECTS = ("getitem", "select", "unbind", "narrow")
+_KEEPS_UNITS = re.compile(r"(leaky_|p)?relu6?_?|gelu|silu|elu|selu|tanh_?|sigmoid_?|softplus|\w*_norm")
+
+
+def _layer_before(step: RecordedStep, node: Node) -> Node | None:
+    """Return the layer of several inputs whose output becomes the input of another layer through activations."""
+    source = step.behind(node)
+    while source is not None and (_KEEPS_UNITS.fullmatch(source.name) or source.name in _SELECTS):
+        source = step.behind(source)
+    is_layer = source is not None and source.name in ("linear", *_RECURRENT) and (shape_of(source) or (1,))[-1] > 1
+    return source if is_layer else None
+
+
+def _ancestors_without(step: RecordedStep, node: Node, cut: Node) -> set[int]:
+    """Return the ids of the nodes that a node depends on, but not through another node."""
+    found, todo = set[int](), [node]
+    while todo:
+        for source in step.sources(todo.pop()):
+            if source.id not in found and source.id != cut.id:
+                found.add(source.id)
+                todo.append(source)
+    return found
+
+
+@rule(
     "along-batch",
     statistic="dimension of softmax, recurrence, attention, mean, normalization and position embedding, in steps with "
     "one target for each sample",
@@ -196,11 +258,19 @@ def _of_attention(step: RecordedStep, node: Node) -> str:
     )
 
 
+_TO_ROWS = re.compile(r"(index|scatter)_(add|reduce)_?")
+
+
 def _of_mean(step: RecordedStep, node: Node) -> str:
     """Describe a mean over the samples that replaces each sample: nothing else reads what is averaged."""
     shape, sources = shape_of(node), step.sources(node)
     dimensions = setting(node, "dim").strip("()[],")
-    if node.name not in ("mean", "sum") or not shape or len(shape) < 2 or shape[0] != step.batch or dimensions != "0":
+    if _TO_ROWS.fullmatch(node.name) and node.outputs and node.outputs[0].shape[:1] == (1,) and sources:
+        # All nodes of a batch of graphs become one.
+        shape, sources, dimensions = shape_of(node, len(node.inputs) - 1), sources[-1:], "0"
+    elif node.name not in ("mean", "sum") or not shape or shape[0] != step.batch:
+        return ""
+    if not shape or len(shape) < 2 or shape[0] % step.batch or dimensions != "0":
         return ""
     is_read_once = len(sources) == 1 and [each.id for each in step.readers(step.made_by(sources[0]))] == [node.id]
     if not is_read_once or "input" not in step.roots[node.id]:
@@ -440,6 +510,95 @@ def _given(step: RecordedStep, node: Node) -> list[TensorMeta]:
     return [each.outputs[0] for each in sources if each.outputs]
 
 
+_ENCODED_BY = ("embedding", "cos", "sin")
+_MAKES_POSITIONS = frozenset(("expand", "getitem", "add", "repeat", "mul", "cat", "matmul", "bmm", "outer", "einsum"))
+_CUTS = ("clamp", "clip", "clamp_max")
+_SUMS_OF_TWO = ("add", "radd", "iadd")
+
+
+@rule(
+    "wrong-positions",
+    statistic="largest number that a position is encoded as, and its order",
+    usual="0 to the length of the sequence, in this order",
+    why="The positions are cut off, so that all later ones have the same encoding, or they are drawn at random, and "
+    "the encoding says nothing about the order.",
+    next="Print the positions of a batch. They should count up to the length of the sequence.",
+    false_alarms="Only positions that the step counts itself are examined. Distances may be cut off. A permutation "
+    "that anything else takes, such as the tokens, is none of positions.",
+    needs=(GRAPH,),
+    explains=dict.fromkeys(("unlike-siblings", "loss-of-a-guess"), _ANY),
+    is_lasting=True,
+)
+def wrong_positions(evidence: Evidence, *, positions: int = 4) -> Iterator[Finding]:
+    """Yield encodings of positions that are cut off below the length of the sequence, or that are in random order."""
+    step = step_of(evidence)
+    found = []
+    for node in step.operations:
+        if node.name.strip("_") in _CUTS and _counts_positions(step, node):
+            length, most = (shape_of(node) or (0,))[-1], setting(node, "max")
+            if length < positions or not most.isdecimal() or int(most) + 1 >= length:
+                continue
+            what = f"positions of at most {most}, where a sequence has {length}: all from {most} on are encoded alike"
+        elif node.name == "randperm" and node.outputs and node.outputs[0].shape[-1] >= positions:
+            what = f"{node.outputs[0].shape[-1]} positions in an order that is drawn at random in each step"
+        else:
+            continue
+        names = [step.owner(each) for each in _encoders(step, node)][:1]
+        found += [found_in(evidence, name, f"{name or 'the model'} encodes {what}") for name in names]
+    yield from joined(found)
+
+
+def _counts_positions(step: RecordedStep, node: Node) -> bool:
+    """Return True for whole numbers that were counted from 0, and not for a difference of them."""
+    if not node.outputs or not node.outputs[0].dtype.startswith("int"):
+        return False
+    while node.kind == "op" and node.name != "arange":
+        is_passed = keeps_values(node) or node.name.strip("_") in (*_CUTS, "expand", "getitem", "add", "repeat")
+        sources = step.sources(node)
+        if not is_passed or not sources:
+            return False
+        node = sources[0]
+    return node.name == "arange" and not setting(node, "step")
+
+
+def _encoders(step: RecordedStep, node: Node) -> list[Node]:
+    """Return the operations that encode positions for the tokens; empty if the positions choose from an input."""
+    found, todo, seen = [], [node], {node.id}
+    length = node.outputs[0].shape[-1]
+    while todo:
+        for user in step.users(todo.pop()):
+            if user.name in _ENCODED_BY and _joins_tokens(step, user, length):
+                found.append(user)
+            elif "input" in step.roots[user.id]:
+                return []
+            elif user.id not in seen and (keeps_values(user) or user.name.strip("_") in _MAKES_POSITIONS):
+                seen.add(user.id)
+                todo.append(user)
+    return found
+
+
+def _joins_tokens(step: RecordedStep, node: Node, length: int) -> bool:
+    """Return True if a sum takes an encoding and the tokens of the model's input, or a product a rotation and them."""
+    joins = _SUMS_OF_TWO if node.name == "embedding" else (*_SUMS_OF_TWO, "mul", "rmul")
+    todo, seen = [node], {node.id}
+    while todo:
+        encoding = todo.pop()
+        shape = encoding.outputs[0].shape if encoding.outputs else ()
+        # The first of three dimensions is that of the samples, which may have a number each, as steps of a diffusion.
+        is_of_tokens = length in (shape[:-1] if len(shape) == 2 else shape[1:-1])
+        for user in step.users(encoding):
+            others = [each for each in step.sources(user) if each.id not in seen and each.outputs]
+            name = user.name.strip("_")
+            if name in joins and is_of_tokens:
+                tokens = (each for each in others if "input" in step.roots[each.id])
+                if any(len(each.outputs[0].shape) > 2 and length in each.outputs[0].shape for each in tokens):
+                    return True
+            if user.id not in seen and (keeps_values(user) or name in _MAKES_POSITIONS):
+                seen.add(user.id)
+                todo.append(user)
+    return False
+
+
 @rule(
     "inverted-mask",
     statistic="comparison with the padding that makes the mask of an attention",
@@ -589,6 +748,108 @@ def unused_codes(
             since = int(steps[-persistence])
             yield book.gradient.found(verdict, since=since, used=most, rows=rows)
             return
+
+
+@rule(
+    "encoder-cut-off",
+    statistic="operations between an encoder and what reads the nearest rows of a code book",
+    usual="z + (code - z).detach(), so that the encoder gets the gradient for the code",
+    why="The choice of the nearest row has no gradient, so that the loss behind the codes does not train the encoder.",
+    next="Pass z + (code - z).detach() on, with the output z of the encoder.",
+    false_alarms="An encoder that is not trained, and rows that are chosen by something else than their distance, are "
+    "left out.",
+    needs=(GRAPH,),
+    explains=dict.fromkeys(("collapsed-embedding", "unused-codes"), _ANY),
+    is_lasting=True,
+)
+def encoder_cut_off(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a code book whose nearest rows a loss gets without a way for the gradient to the encoder."""
+    step = step_of(evidence)
+    for node in step.operations:
+        sources = step.sources(node)
+        nearest = next((each for each in map(step.made_by, sources) if each.name in ("argmin", "argmax")), None)
+        books = [each for each in sources if each.kind in ("parameter", "buffer")]
+        if node.name not in ("embedding", "getitem", "index_select") or nearest is None or not books:
+            continue
+        distances = [step.graph[each] for each in step.ancestors(nearest)]
+        layers = [each for each in distances if each.id in step.trained and "input" in step.roots[each.id]]
+        encoded = {each.id for each in layers if books[0].id not in step.ancestors(each)}
+        if books[0] not in distances or not encoded:
+            continue
+        for loss in step.operations:
+            prediction = next(iter(step.sources(loss)), None)
+            if not step.is_loss(loss) or prediction is None or not step.signs.get(loss.id):
+                continue
+            between = step.ancestors(prediction) - step.ancestors(node)
+            has_layer = any(step.graph[each].kind == "parameter" for each in between - {each.id for each in books})
+            if node.id in between and has_layer and not encoded & _with_gradient(step, prediction):
+                verdict = (
+                    f"{loss.name} in {step.place(loss)} depends on the encoder through the {nearest.name} at "
+                    f"{nearest.source} alone, which has no gradient: the encoder is not trained by it"
+                )
+                yield found_in(evidence, step.owner(node), verdict)
+                return
+
+
+def _with_gradient(step: RecordedStep, node: Node) -> set[int]:
+    """Return the ids of a node and of those that a gradient reaches from it."""
+    found, todo = {node.id}, [node]
+    while todo:
+        each = todo.pop()
+        for source in step.sources(each) if not each.note.startswith("stops the gradient") else ():
+            if source.id not in found:
+                found.add(source.id)
+                todo.append(source)
+    return found
+
+
+@rule(
+    "exchanged-samples",
+    statistic="order of the samples in the inputs of a model and in the targets of its loss",
+    usual="the same order, as after an exchange of both, or of the inputs and back",
+    why="The samples are sorted or shuffled on the way to the model, and its outputs are compared as they come.",
+    next="Exchange the outputs back with order.argsort(), or pass enforce_sorted=False to pack_padded_sequence.",
+    false_alarms="A model that also gets the samples in their own order, as for mixtures and negative pairs, and any "
+    "further use of an order, are left out.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def exchanged_samples(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding if the samples change their order before the model, and the targets do not."""
+    step = step_of(evidence)
+    for node in step.operations:
+        order = _order_of(step, node)
+        data = step.made_by(step.sources(node)[0]) if order is not None else node
+        if order is None or data.kind != "input":
+            continue
+        for loss in step.operations:
+            sources = step.sources(loss)
+            if loss.name not in LOSSES or len(sources) < 2 or not step.signs.get(loss.id):
+                continue
+            before, target = (step.ancestors(each) | {each.id} for each in sources[:2])
+            own = [each for each in step.readers(data) if each.id in before and each is not node]
+            own = [each for each in own if each is not order and each.id not in step.ancestors(order)]
+            again = [each for each in map(step.graph.__getitem__, before) if _order_of(step, each) is not None]
+            again = [each for each in again if step.made_by(step.sources(each)[0]).kind != "input"]
+            is_of_batch = any(step.graph[each].kind == "input" for each in target) and order.id not in target
+            if node.id in before and not own and not again and is_of_batch and "parameter" in step.roots[sources[0].id]:
+                verdict = (
+                    f"the model gets {data.name} in the order of the {order.name} at {order.source}, and {loss.name} "
+                    f"in {step.place(loss)} compares its outputs with targets in the order of the batch"
+                )
+                yield found_in(evidence, step.owner(node), verdict)
+                return
+
+
+def _order_of(step: RecordedStep, node: Node) -> Node | None:
+    """Return what gives a tensor the order of its samples; None if a node does something else."""
+    sources = step.sources(node) if node.name in ("getitem", "index_select") else []
+    order = step.made_by(sources[1]) if len(sources) == 2 else None
+    if order is None or order.name not in ("sort", "argsort", "randperm") or not node.outputs:
+        return None
+    samples = sources[0].outputs[0].shape[:1] if sources[0].outputs else ()
+    is_whole = bool(samples) and node.outputs[0].shape[:1] == samples
+    return order if is_whole and order.outputs and order.outputs[0].shape == samples else None
 
 
 @rule(

@@ -14,7 +14,7 @@ from lightning_recorder.graph.model import Node
 from lightning_recorder.insight.evidence import Evidence, View, spread
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.module_edges import is_position
-from lightning_recorder.insight.recorded_step import keeps_values, setting, step_of
+from lightning_recorder.insight.recorded_step import LOSSES, keeps_values, setting, step_of
 from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.records.table import Floats
 
@@ -40,7 +40,10 @@ def not_in_optimizer(evidence: Evidence) -> Iterator[Finding]:
         if why.startswith("no step") and name not in updated and (name in trained or not trained):
             verdict = f"{name} gets gradients, but no optimizer that stepped has its parameters"
             yield evidence.view(evidence.parameters, name).found(verdict)
-    left_out = [each for each in _left_out(evidence) if each.note != "frozen"]
+    # Biases may be left out of the records. The groups tell whether the optimizer has no others than those in them.
+    known = sum(int(group.get("parameters", 0)) for group in evidence.parameters.about.get("groups") or ())
+    dimensions = 1 if 0 < known <= len(evidence.tensors) else 2
+    left_out = [each for each in _left_out(evidence, dimensions) if each.note != "frozen"]
     if left_out:
         yield _about_left_out(evidence, left_out, "is used, but no optimizer that stepped has it")
 
@@ -80,12 +83,15 @@ def two_optimizers(evidence: Evidence, *, persistence: int = 2) -> Iterator[Find
         yield shared[0].found(verdict, others=tuple(modules), parameters=more)
 
 
-def _left_out(evidence: Evidence) -> list[Node]:
-    """Return the used weights without a record, of modules that have other parameters with one."""
+def _left_out(evidence: Evidence, dimensions: int = 2) -> list[Node]:
+    """Return the used parameters without a record, of modules that have other ones with a record.
+
+    Weights have two dimensions or more.
+    """
     recorded = {each.name for each in evidence.tensors}
     trained = {each.module for each in evidence.tensors if each.gradient}
     nodes = [node for node in evidence.graph.nodes if node.kind == "parameter"]
-    nodes = [node for node in nodes if node.outputs and len(node.outputs[0].shape) >= 2]
+    nodes = [node for node in nodes if node.outputs and len(node.outputs[0].shape) >= dimensions]
     nodes = [node for node in nodes if recorded.isdisjoint((node.name, *node.tied))]
     return list({node.name: node for node in nodes if node.name.rpartition(".")[0] in trained}.values())
 
@@ -135,7 +141,14 @@ def frozen(evidence: Evidence, *, share: float = 0.34) -> Iterator[Finding]:
         verdict = f"{inside[0]} is frozen, but layers before and after it are trained"
         yield evidence.view(evidence.parameters, inside[0]).found(verdict, others=others, frozen=len(names))
     else:
+        step = step_of(evidence)
+        ends = [step.behind(node) for node in step.operations if node.name in LOSSES]
+        heads = [step.owner(each) for each in ends if each is not None and each.id in step.trained]
+        head = next((each for each in heads if each in names), "")
         verdict = f"{len(names)} of {count} modules with parameters are frozen"
+        verdict += (
+            f", also {head}, from which the loss gets its prediction: if it is new, it stays random" if head else ""
+        )
         found = evidence.view(evidence.parameters, names[0]).found(verdict, others=others, frozen=len(names))
         yield replace(found, severity="note", why="Fine-tuning of a part of the model.")
 
@@ -228,11 +241,14 @@ def _number(text: str) -> float | None:
 def no_longer_tied(evidence: Evidence, *, numel: int = 64) -> Iterator[Finding]:
     """Yield the last layers that begin with the values of an embedding, and have another tensor."""
     begun: dict[tuple[float, ...], View] = {}
-    for each in evidence.weights:
-        values, _ = each.columns("mean", "rms", "min", "max")
-        is_trained = each.numel >= numel and len(values[0]) > 0 and each.gradient.rms.any()
-        is_drawn = is_trained and values[2][0] < values[3][0]  # both may begin at zero
-        if not is_drawn or not (each.kind == "Embedding" or (each.kind == "Linear" and each.is_last)):
+    weights = [
+        each for each in evidence.weights if each.kind == "Embedding" or (each.kind == "Linear" and each.is_last)
+    ]
+    trained = [each for each in weights if each.numel >= numel and each.gradient.rms.any()]
+    # One statistic of all weights after the other: a history keeps the arrays of a few statistics only.
+    columns = [[each.column(name)[0] for each in trained] for name in ("mean", "rms", "min", "max")]
+    for each, *values in zip(trained, *columns, strict=True):
+        if not len(values[0]) or values[2][0] == values[3][0]:  # both may begin at zero
             continue
         first = begun.setdefault((*each.shape, *(float(column[0]) for column in values)), each)
         if first.kind != each.kind:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from lightning_recorder.insight.data_facts import EpochFacts
 from lightning_recorder.insight.evidence import Evidence
 from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.recorded_step import step_of
 from lightning_recorder.insight.rule import DATA, rule
 
 
@@ -211,8 +212,8 @@ _NEXT_INDICES = "Compare the samples of two indices of the data set."
     why="A sampler that draws from a few indices only.",
     next="Print some indices of the sampler, and compare them with the length of the data set.",
     false_alarms="Weights, a curriculum or episodes: it is a note unless the same few samples come in the next epoch, "
-    "too. Indices with the values of others are a note. Samples with fewer than 6 different values are equal by "
-    "chance.",
+    "too. Indices with the values of others are a note, if nearly all samples have several or an eighth of the indices "
+    "would do. Samples with fewer than 6 different values are equal by chance.",
     needs=(DATA,),
     is_lasting=True,
 )
@@ -222,6 +223,7 @@ def few_samples(
     unused: float = 20.0,
     times: float = 10.0,
     indices: float = 8.0,
+    single: float = 0.05,
     drawn: int = 64,
     values: int = 6,
 ) -> Iterator[Finding]:
@@ -229,7 +231,9 @@ def few_samples(
     loader, epochs = evidence.data.loader, _epochs(evidence)
     for each in epochs:
         many = loader.has_rows and each.distinct >= drawn and loader.values >= values
-        if many and 0 < each.contents * indices <= each.distinct and not each.equal and not each.cached:
+        are_few = 0 < each.contents * indices <= each.distinct
+        are_twice = each.is_whole and each.contents > 0 and each.once == 1.0 and each.contents_once <= single
+        if many and (are_few or are_twice) and not each.equal and not each.cached:
             verdict = (
                 f"{each.distinct:.0f} indices of the data set gave {each.contents:.0f} different samples in epoch "
                 f"{each.epoch}"
@@ -289,6 +293,48 @@ def validation_in_training(
         numbers = {"share": measured, "common": found.common, "compared": found.compared}
         one = _found(evidence, verdict, found.step, found.step, **numbers)
         yield replace(one, severity="note") if found.is_same_data else one
+
+
+@rule(
+    "target-in-inputs",
+    statistic="number of samples that were compared, if the same value of the inputs is the target in each of them",
+    usual="none, as no value of the inputs is the target",
+    why="A column of the target was left in the features, or a window of a series ends with the value to predict.",
+    next="Leave this value out of the inputs: drop the column, or end the window one step before the target.",
+    false_alarms="Tasks that select a value of the input on purpose. Only the first batches of floats with one target "
+    "for each sample are compared, if their targets differ. A step that selects from the inputs or masks them is left "
+    "out.",
+    needs=(DATA,),
+    is_lasting=True,
+)
+def target_in_inputs(evidence: Evidence, *, samples: int = 64) -> Iterator[Finding]:
+    """Yield a finding if a value of the inputs is the target of each sample."""
+    loader, epochs, step = evidence.data.loader, evidence.data.epochs, step_of(evidence)
+    if not epochs or loader.target_place < 0 or loader.compared < samples:
+        return
+    inputs = [node for node in step.graph.nodes if node.kind == "input" and node.outputs]
+    floats = [node for node in inputs if "float" in node.outputs[0].dtype and len(node.outputs[0].shape) > 1]
+    # The step may leave the value out.
+    if any(user.name in _SELECTIONS for node in floats for user in step.users(node)):
+        return
+    verdict = f"value {loader.target_place} of the inputs is the target in each of {loader.compared} compared samples"
+    numbers = {"compared": loader.compared, "place": loader.target_place}
+    yield _of_epoch(evidence, epochs[0], verdict, **numbers)
+
+
+_SELECTIONS = (
+    "getitem",
+    "select",
+    "narrow",
+    "index_select",
+    "split",
+    "chunk",
+    "unbind",
+    "unfold",
+    "cat",
+    "where",
+    "mul",
+)
 
 
 @rule(

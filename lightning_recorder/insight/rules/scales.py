@@ -181,6 +181,7 @@ def input_scale(
     """Yield inputs of the model that are far from a usual scale."""
     table, wiring = evidence.activations, evidence.wiring
     yield from _tiny_inputs(evidence, least, records, sparse)
+    yield from _tiny_images(evidence, least, records, sparse)
     yield from _tiny_embeddings(evidence, least, records)
     middle = evidence.medians(table, "rms")
     for site, rms in middle.items():
@@ -268,6 +269,25 @@ def _tiny_inputs(evidence: Evidence, least: float, records: int, sparse: float) 
         tiny = gradient.found(verdict, "rms", input_rms=size)
         found.append(replace(tiny, path="", why=_WHY_TINY, next=_NEXT_TINY))
     yield from found[:1]
+
+
+def _tiny_images(evidence: Evidence, least: float, records: int, sparse: float) -> Iterator[Finding]:
+    """Yield the tiny images of the batch that a convolution takes, if no normalization enlarges what it returns.
+
+    The gradients of its weight and of its bias are sums over all places, which cancel differently.
+    """
+    step = step_of(evidence)
+    for node in step.operations:
+        source = step.behind(node) if node.name == "conv2d" else None
+        if source is None or source.kind != "input" or any("norm" in each.name for each in step.readers(node)):
+            continue
+        batch = evidence.view(evidence.losses, "", source.name)
+        is_tiny = len(batch.rms) >= records and 0 < batch.rms.max() < least
+        if "float" in batch.dtype and is_tiny and np.median(batch.zero_fraction) <= sparse:
+            size = float(np.median(batch.rms))
+            verdict = f"{source.name}, the input of {step.owner(node)}, has rms {size:.2g}"
+            yield replace(batch.found(verdict, "rms", input_rms=size), why=_WHY_TINY, next=_NEXT_TINY)
+            return
 
 
 def _tiny_embeddings(evidence: Evidence, least: float, records: int) -> Iterator[Finding]:

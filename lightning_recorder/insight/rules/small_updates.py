@@ -75,7 +75,20 @@ def does_not_move(evidence: Evidence, *, persistence: int = 2) -> Iterator[Findi
     moves = f"{of} moves, although gradients are not zero" if whole else f"{of} move, although its gradient is not zero"
     verdict = f"{moves} ({', '.join([*_settings(first), f'dtype {first.dtype or None}'])})"
     others = tuple(each for each in names if each != first.module)
-    yield first.found(verdict, "update_ratio", others=others, update_ratio=0.0)
+    found = first.found(verdict, "update_ratio", others=others, update_ratio=0.0)
+    is_precise = first.dtype == "float32" and len(first.learning_rate) > 0 and bool((first.learning_rate > 0).all())
+    yield replace(found, why=_WHY_NO_STEP, next=_NEXT_NO_STEP) if whole and is_precise else found
+
+
+_WHY_NO_STEP = (
+    "The learning rate is not zero, and float32 is precise: the gradients are cleared before the optimizer steps, the "
+    "step is left out, or the parameters are set back."
+)
+_NEXT_NO_STEP = "Look for zero_grad() between backward() and step(), and at an overridden optimizer_step."
+
+
+def _is_constant(values: Floats, persistence: int) -> bool:
+    return len(values) >= persistence and bool(np.ptp(values) == 0)
 
 
 @rule(
@@ -91,14 +104,13 @@ def does_not_move(evidence: Evidence, *, persistence: int = 2) -> Iterator[Findi
 )
 def set_back(evidence: Evidence, *, persistence: int = 4) -> Iterator[Finding]:
     """Yield the weights that have the same values in all records although each step changes them."""
-    found = []
-    for each in evidence.weights:
-        values, steps = each.columns("mean", "rms", "min", "max")
-        updates = each.update.rms
-        # A weight of zeros, or of one value and its negative, may be meant to stay as it is.
-        is_same = len(steps) >= persistence and values[0].all() and all(np.ptp(column) == 0 for column in values)
-        if is_same and len(updates) >= persistence and (updates > 0).all():
-            found.append(each)
+    found = list(evidence.weights)
+    # One statistic of all weights after the other: a history keeps the arrays of a few statistics only.
+    for name in ("mean", "rms", "min", "max"):
+        found = [each for each in found if _is_constant(each.column(name)[0], persistence)]
+    found = [each for each in found if len(each.update.rms) >= persistence and (each.update.rms > 0).all()]
+    # A weight of zeros, or of one value and its negative, may be meant to stay as it is.
+    found = [each for each in found if each.column("mean")[0].all()]
     if found:
         first = found[0]
         verdict = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.parts import layers_of
 from lightning_recorder.insight.recorded_step import (
+    ELEMENTWISE,
     LOSSES,
     RecordedStep,
     found_in,
@@ -24,6 +26,8 @@ from lightning_recorder.insight.recorded_step import (
     step_of,
 )
 from lightning_recorder.insight.rule import GRAPH, rule
+from lightning_recorder.names import Site
+from lightning_recorder.records.histogram import Histogram
 
 _ANY = ("any",)
 
@@ -241,6 +245,67 @@ def classes_by_error(evidence: Evidence, *, persistence: int = 4, tolerance: flo
 
 
 @rule(
+    "classes-as-numbers",
+    "note",
+    statistic="number of different values, if all targets of a squared or absolute error are whole numbers from 0 on, "
+    "and there is one prediction for each sample",
+    usual="targets with fractions",
+    why="If they are the numbers of classes, the loss takes class 2 for the mean of the classes 1 and 3.",
+    next="For classes, return one output for each class and use cross_entropy. For counts, ratings and other numbers "
+    "with an order, this loss is right.",
+    false_alarms="Counts, ratings and grades that begin at 0, which is why it is a note. Two values, more than twenty, "
+    "and targets whose smallest or largest value is in less than half of the records are left out.",
+    needs=("activations", GRAPH),
+    records=4,
+)
+def classes_as_numbers(
+    evidence: Evidence, *, records: int = 4, fewest: int = 3, most: int = 20, share: float = 0.5
+) -> Iterator[Finding]:
+    """Yield a note about losses for numbers whose targets may be the numbers of classes."""
+    step = step_of(evidence)
+    for node in step.operations:
+        prediction, given = step.comparisons.get(node.id, (*step.sources(node), node, node)[:2])
+        shape = prediction.outputs[0].shape if prediction.outputs else ()
+        is_error = node.name in _SQUARED or (node.id in step.comparisons and "sub" in node.name)
+        if not is_error or not shape or shape[0] < _FEWEST_ROWS or prod(shape[1:]) != 1:
+            continue
+        _, target = sides_of(evidence, step, node)
+        (least, last), steps = target.columns("min", "max")
+        number = int(last.max(initial=0)) + 1
+        if len(steps) < records or not fewest <= number <= most or step.roots[given.id] != {"input"}:
+            continue
+        # Each of the classes is in most batches, but the largest count of a batch differs.
+        ends = min(np.mean(least == 0), np.mean(last == number - 1))
+        source = step.made_by(given)
+        is_whole = source.kind == "input" and bool(source.outputs) and "int" in source.outputs[0].dtype
+        shown = target.histograms()
+        if ends < share or not (is_whole or (shown and all(map(_are_whole, shown)))):
+            continue
+        verdict = (
+            f"the targets of {node.name} in {step.place(node)} are {number} whole numbers, 0 to {number - 1}, and the "
+            "prediction of each sample is one number"
+        )
+        yield replace(target.found(verdict, "max", values=number), module=step.owner(node), path="")
+        return
+
+
+_FEWEST_ROWS = 2
+_EXACT = 10  # below it, a bin of a histogram begins at each whole number, but for 9, which has that of 8
+
+
+def _are_whole(histogram: Histogram) -> bool:
+    """Return True if all values of a histogram are whole numbers from 0 to 9: its sums are those of the bins."""
+    if not histogram.count or histogram.fraction < 1:
+        return False
+    edges = np.maximum(histogram.edges[:-1], 0)[histogram.counts > 0]
+    counts = histogram.counts[histogram.counts > 0]
+    nines = histogram.sum - counts @ edges  # each adds 1 to the sum, and 81 - 64 to that of the squares
+    is_exact = nines == np.round(nines) >= 0 and (nines == 0 or histogram.max == _EXACT - 1)
+    are_squares = math.isclose(histogram.sum_squares, counts @ edges**2 + 17 * nines)
+    return bool(histogram.min >= 0 and histogram.max < _EXACT and is_exact and are_squares and (edges % 1 == 0).all())
+
+
+@rule(
     "constant-target",
     statistic="std of the targets of a loss",
     usual="the targets differ between samples",
@@ -392,6 +457,30 @@ def _inputs_of(step: RecordedStep, node: Node) -> list[Node]:
 
 
 @rule(
+    "no-end-as-target",
+    statistic="share of sequences whose end token is a target of cross_entropy, if all sequences of a record have one",
+    usual="above 0, since texts end with a target",
+    why="The end token is also that of the padding, whose labels are -100. The model never learns to end a text.",
+    next="Give the padding a token of its own, or choose the labels to ignore by the attention mask, so that the first "
+    "end token counts.",
+    false_alarms="The end token is that in the configuration of the model. Runs in which a sequence does not end, and "
+    "targets that are not the next tokens, are left out.",
+    needs=("activations",),
+    records=4,
+    is_lasting=True,
+)
+def no_end_as_target(evidence: Evidence, *, records: int = 4, share: float = 0.9) -> Iterator[Finding]:
+    """Yield the losses of next tokens whose targets never have the end token that each sequence of the inputs has."""
+    for each in (View(evidence, evidence.losses, site) for site in evidence.losses.places):
+        after = View(evidence, evidence.losses, Site(each.module, "in.target.next")).mean
+        is_never = each.path == "in.target.ends" and len(each.mean) >= records and not each.mean.any()
+        if is_never and len(after) and after.min() > share:
+            verdict = f"all sequences have an end token, and it is never a target of {each.module}"
+            yield replace(each.found(verdict, "mean", share=0.0), path="")
+            return
+
+
+@rule(
     "copies-the-input",
     statistic="positions of the targets of a model whose attention sees no later position, or that has a recurrence "
     "alone, against those of the tokens that it reads",
@@ -446,6 +535,137 @@ def _follows_each_token(step: RecordedStep, tokens: Node, logits: Node) -> bool:
     while node is not None and _POSITION_BY_POSITION.fullmatch(node.name) and (shape_of(node) or ())[:2] == shape:
         node = step.behind(node)
     return len(shape) == 2 and node is not None and node.name == "embedding" and step.behind(node) is tokens
+
+
+@rule(
+    "unknown-noise",
+    statistic="what a regression has as target and as input, where the step draws noise",
+    usual="the noise that is in the input, or the input without noise",
+    why="The noise is drawn twice, or the noisy input is compared with what the model makes of it.",
+    next="Draw the noise once, give the model the sum, and compare its output with the noise, or with the clean data.",
+    false_alarms="A sum in which the noise has a constant factor, as in an augmentation, is left out.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def unknown_noise(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the regressions whose target is noise that the model does not get, or all that it gets."""
+    step = step_of(evidence)
+    for node in step.operations:
+        sources = step.sources(node)
+        if node.name not in _REGRESSIONS or len(sources) < 2 or "parameter" not in step.roots[sources[0].id]:
+            continue
+        target, known = step.made_by(sources[1]), step.ancestors(sources[0])
+        if target.name in _NOISE and all(each is node for each in step.readers(target)):
+            verdict = (
+                f"the target of {node.name} in {step.place(node)} is noise that the {target.name} at {target.source} "
+                "draws and nothing else uses: the model can only learn its mean"
+            )
+        elif target.id in known and _is_noisy(step, target) and _is_given_to_layers(step, target):
+            verdict = (
+                f"the target of {node.name} in {step.place(node)} is the sum of data and noise that the model itself "
+                "gets: it learns to return its input"
+            )
+        else:
+            continue
+        yield found_in(evidence, step.owner(node), verdict)
+        return
+
+
+_REGRESSIONS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+_NOISE = ("randn", "randn_like")
+
+
+def _is_noisy(step: RecordedStep, node: Node) -> bool:
+    """Return True for a sum of data and of noise, each times a tensor, as where the share of the noise varies."""
+    sources = step.sources(node) if node.name in ("add", "__add__", "add_") else []
+    products = [step.sources(each) for each in sources if each.name in ("mul", "__mul__", "__rmul__", "mul_")]
+    if len(products) != 2 or any(len(each) != 2 for each in products) or "parameter" in step.roots[node.id]:
+        return False
+    noisy = [any(step.made_by(one).name in _NOISE for one in each) for each in products]
+    data = next((each for each, is_noise in zip(products, noisy, strict=True) if not is_noise), [])
+    return sorted(noisy) == [False, True] and any("input" in step.roots[each.id] for each in data)
+
+
+def _is_given_to_layers(step: RecordedStep, node: Node) -> bool:
+    """Return True if a layer, or what joins its inputs, takes the values of a node."""
+    todo = list(step.readers(node))
+    for each in todo:
+        if any(one.kind == "parameter" for one in step.sources(each)):
+            return True
+        todo += step.readers(each) if each.name in ("cat", "concat") else []
+    return False
+
+
+@rule(
+    "largest-value",
+    statistic="which output of a network a regression compares with a reward plus the largest value of the next state",
+    usual="the output of the action that was taken",
+    why="The largest output belongs to the action that the network prefers, and the reward to the one that was taken.",
+    next="Choose the output of the action: values.gather(1, actions.unsqueeze(1)).squeeze(1).",
+    false_alarms="The target must have the largest output for another state, and a number of the batch in a sum.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def largest_value(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the regressions of the largest output of a network to a reward and the largest value of the next state."""
+    step = step_of(evidence)
+    for node in step.operations:
+        sources = step.sources(node)
+        if node.name not in ELEMENTWISE or len(sources) < 2 or sources[1].id in step.trained:
+            continue
+        best, total = step.made_by(sources[0]), step.made_by(sources[1])
+        terms = step.sources(total) if total.name.strip("_") in ("add", "radd", "iadd") else []
+        values = [each for each in terms if "parameter" in step.roots[each.id]]
+        is_sum = len(terms) == 2 and len(values) == 1 and any(step.roots[each.id] == {"input"} for each in terms)
+        next_best = [step.graph[each] for each in step.ancestors(values[0])] if is_sum else []
+        if _is_largest(best) and any(_is_largest(each) for each in next_best) and best.id not in step.ancestors(total):
+            verdict = (
+                f"{node.name} in {step.place(node)} compares the largest of the outputs with a reward plus the largest "
+                "value of the next state, whichever action was taken"
+            )
+            yield found_in(evidence, step.owner(node), verdict)
+            return
+
+
+def _is_largest(node: Node) -> bool:
+    return node.kind == "op" and node.name in ("max", "amax") and len(node.inputs) == 1 and setting(node, "dim") != ""
+
+
+@rule(
+    "seen-targets",
+    "note",
+    statistic="targets of a cross-entropy, if the step hides some of the tokens that the model reads at random",
+    usual="the hidden tokens, and -100 for the others",
+    why="Most targets are tokens that the model sees, so that most of the loss is copying.",
+    next="Set the targets of the tokens that are not hidden to -100, unless the model is to repair the whole text.",
+    false_alarms="Models that repair a whole text, and so count all tokens on purpose: it is a note.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def seen_targets(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the losses that count all tokens, although the step hides some of them at random."""
+    step = step_of(evidence)
+    for node in step.operations:
+        sources = step.sources(node)
+        if node.name != "cross_entropy" or len(sources) < 2 or setting(node, "reduction") == "'none'":
+            continue
+        tokens, before = step.made_by(sources[1]), step.ancestors(sources[0])
+        readers = [each for each in step.readers(tokens) if each.id in before]
+        if tokens.kind != "input" or not readers or not all(_hides(step, each) for each in readers):
+            continue
+        verdict = (
+            f"the targets of {node.name} in {step.place(node)} are all tokens, and the {readers[0].name} at "
+            f"{readers[0].source} hides some of them from the model: it sees the others"
+        )
+        yield found_in(evidence, step.owner(node), verdict)
+        return
+
+
+def _hides(step: RecordedStep, node: Node) -> bool:
+    """Return True if an operation replaces random tokens before an embedding."""
+    random = {step.graph[each].name for each in step.ancestors(node)} & {"rand", "rand_like", "bernoulli", "bernoulli_"}
+    is_read = any(each.name == "embedding" for each in step.readers(node))
+    return node.name in ("masked_fill", "masked_fill_", "where", "setitem", "index_put_") and bool(random) and is_read
 
 
 @rule(

@@ -421,7 +421,8 @@ _NEXT_CLEARED = "Call zero_grad() before backward() or after step(), not between
 @rule(
     "nothing-moves",
     "critical",
-    statistic="updates of all parameters, if none of them has a gradient",
+    statistic="updates of all parameters, if none of them has a gradient, or if all have gradients of zero although "
+    "those of the outputs are not",
     usual="every step moves the parameters",
     why="The loss does not depend on the parameters. It was made from a number or an index, detached, or computed "
     "under no_grad(), and requires_grad was set afterwards.",
@@ -430,12 +431,23 @@ _NEXT_CLEARED = "Call zero_grad() before backward() or after step(), not between
     false_alarms="None known.",
     needs=("parameters",),
     records=2,
+    explains={"gradient-stops": ("any",)},
 )
 def nothing_moves(evidence: Evidence, *, persistence: int = 2) -> Iterator[Finding]:
     """Yield a finding if no parameter ever had a gradient or moved, although its learning rate is not zero."""
     table = evidence.parameters
     updates = [each.update for each in evidence.tensors if each.update]
-    if not updates or any(each.gradient for each in evidence.tensors):
+    gradients = [each.gradient.rms for each in evidence.tensors if each.gradient]
+    arrive = bool((np.nan_to_num(evidence.gradients.get("rms")) > 0).any())
+    if arrive and gradients and len(gradients[0]) >= persistence and not any(each.any() for each in gradients):
+        verdict = (
+            f"the gradients of all {len(gradients)} parameters are zero when the optimizer steps, in "
+            f"{len(gradients[0])} records, and those of the outputs are not"
+        )
+        found = evidence.tensors[0].gradient.found(verdict, "rms")
+        yield replace(found, module="", path="", why=_WHY_CLEARED, next=_NEXT_CLEARED)
+        return
+    if not updates or gradients:
         return
     changes = [update.rms for update in updates]
     records = max(map(len, changes))
@@ -443,7 +455,6 @@ def nothing_moves(evidence: Evidence, *, persistence: int = 2) -> Iterator[Findi
     if records >= persistence and not any(each.any() for each in changes) and not (rates == 0).any():
         verdict = f"none of {len(updates)} parameters moves in {records} records: all updates are zero"
         found = replace(updates[0].found(verdict, "rms"), module="", path="")
-        arrive = bool((np.nan_to_num(evidence.gradients.get("rms")) > 0).any())
         yield replace(found, why=_WHY_CLEARED, next=_NEXT_CLEARED) if arrive else found
 
 
@@ -504,25 +515,29 @@ def learning_rate_vanishes(
 ) -> Iterator[Finding]:
     """Yield a finding if a scheduler has made the learning rate tiny for a large part of the run."""
     rates, steps = _rates(evidence)
-    if not len(rates):
+    if not rates.any():
         return
     peak = int(np.argmax(rates))
-    tiny = rates[peak:] < factor * rates[peak]
+    # Three steps of a factor of a tenth are a thousandth, but for rounding.
+    tiny = rates[peak:] <= factor * rates[peak] * (1 + _ROUNDING)
     if len(rates) >= persistence and tiny.sum() >= share * len(rates):
         since = int(steps[peak + int(np.argmax(tiny))])
         verdict = (
-            f"the learning rate falls from {rates[peak]:.3g} to {rates[-1]:.3g}: from step {since} on, it is below "
+            f"the learning rate falls from {rates[peak]:.3g} to {rates[-1]:.3g}: from step {since} on, it is at most "
             f"{factor:.3g} of its largest value, and hardly anything is learned"
         )
         found = evidence.weights[0].found(verdict, "learning_rate", since=since, peak=rates[peak])
         yield replace(found, module="", path="")
 
 
+_ROUNDING = 1e-6
+
+
 def _rates(evidence: Evidence) -> tuple[Floats, NDArray[np.int64]]:
     """Return the largest learning rate of the weights in each record with an optimizer step, and the steps."""
     table = evidence.parameters
     known = [table.places[each.site] for each in evidence.weights]
-    # Batches without an optimizer step have none.
+    # A batch that is only accumulated has no learning rate.
     by_record = np.nan_to_num(table.get("learning_rate")[:, known], nan=-1.0).max(axis=1, initial=-1.0)
     return by_record[by_record >= 0], np.array(table.steps)[by_record >= 0]
 

@@ -11,6 +11,7 @@ from lightning_recorder.graph.model import Graph, Node
 from lightning_recorder.insight.evidence import Evidence, View, gradient_norms
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.module_edges import INPUT
+from lightning_recorder.insight.recorded_step import found_in, listed, shape_of, step_of
 from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.insight.rules.gradients import pairs_of_heads
 from lightning_recorder.records.table import Floats
@@ -238,6 +239,40 @@ def _excess(bias: View, output: View, share: float) -> Floats:
     with np.errstate(all="ignore"):
         found: Floats = rms[here] * size[here] / (inner[there] * count[there])
     return found[np.isfinite(found)]
+
+
+@rule(
+    "mean-before-weights",
+    statistic="mean over the samples that is multiplied with one number for each sample, in the loss",
+    usual="the mean of the products",
+    why="The mean is taken before the product, so that the numbers of the samples, such as returns or weights, only "
+    "scale the loss by their mean.",
+    next="Multiply first: (log_probs * returns).mean().",
+    false_alarms="Numbers that the model itself gives, such as uncertainties, are left out.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def mean_before_weights(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the products of the mean of outputs, one for each sample, and of numbers of the samples."""
+    step = step_of(evidence)
+    for node in step.operations:
+        sources = step.sources(node) if node.name.strip("_") in ("mul", "rmul", "imul") else []
+        if len(sources) != 2 or not step.signs.get(node.id):
+            continue
+        for one, weights in (sources, sources[::-1]):
+            mean = one
+            while mean.name in ("neg", "__neg__") and step.sources(mean):
+                mean = step.sources(mean)[0]
+            shape = shape_of(mean) if mean.name == "mean" and mean.id in step.trained else None
+            is_whole = bool(shape) and bool(mean.outputs) and not mean.outputs[0].shape
+            given = weights.outputs[0].shape if weights.outputs else None
+            if is_whole and given == shape and step.roots[weights.id] == {"input"}:
+                verdict = (
+                    f"the product in {step.place(node)} has the mean of {listed(shape or ())} outputs and "
+                    f"{listed(shape or ())} numbers of the samples: each sample counts the same"
+                )
+                yield found_in(evidence, step.owner(node), verdict)
+                return
 
 
 @rule(

@@ -174,8 +174,8 @@ def add_statistics(row: Tensor, values: Values, sample: int | None) -> bool:
 def launch_function() -> _Launch | None:
     """Return the function that launches the kernels on a GPU, or None if there is no compiled code.
 
-    Its arguments are the addresses of a plan, of which ``fused.c`` has the fields, of a stream and of a state, the
-    address, the number and the factor of the values, and the addresses of the parts and the counts of all programs.
+    Its arguments are the addresses of a plan (its fields are in ``fused.c``), of a stream and of a state; the address
+    and the number of the values, and their factor; and the addresses of the parts and of the counts of all programs.
     """
     prepare(wait=True)
     return _Loaded.launch

@@ -15,7 +15,7 @@ from lightning_recorder.graph import capture_graph
 from lightning_recorder.insight import Finding
 from tests.insight.records import Examination
 
-OWN = ("no-residual", "odd-activation", "odd-attention", "added-twice", "one-sided-rotation")
+OWN = ("no-residual", "odd-activation", "odd-attention", "added-twice", "one-sided-rotation", "one-sided-roll")
 
 
 class Attention(nn.Module):
@@ -386,6 +386,36 @@ def test_rotary_positions_of_one_side(kind: str, queries: Any, keys: Any, words:
     for block in model.blocks:
         block.attn.change, block.attn.change_keys = queries, keys  # type: ignore[union-attr]  # of a Block
     findings = [each for each in found(model) if each.rule == "one-sided-rotation"]
+    assert [each.verdict.partition(",")[0] for each in findings] == [words] * bool(words)
+
+
+class _Moved(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.roll(1, self.dim)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "values", "words"),
+    [
+        (nn.Identity(), nn.Identity(), _Moved(2), "the values of blocks.1.attn are rolled along the positions"),
+        (_Moved(-2), nn.Identity(), nn.Identity(), "the queries of blocks.1.attn are rolled along the positions"),
+        (nn.Identity(), _Moved(2), _Moved(2), "the keys and values of blocks.1.attn are rolled along the positions"),
+        (nn.Identity(), nn.Identity(), _Moved(1), ""),
+        (nn.Identity(), nn.Identity(), _Moved(-1), ""),
+        (_Moved(2), _Moved(2), _Moved(2), ""),
+    ],
+)
+@pytest.mark.parametrize("kind", ["gpt", "bert"])
+def test_a_roll_of_one_side(kind: str, queries: Any, keys: Any, values: Any, words: str) -> None:
+    """A roll along the positions of one or two sides of an attention is named; one along heads or features is not."""
+    model = Model(**KINDS[kind])
+    attention: Any = model.blocks[1].attn
+    attention.change, attention.change_keys, attention.change_values = queries, keys, values
+    findings = [each for each in found(model) if each.rule == "one-sided-roll"]
     assert [each.verdict.partition(",")[0] for each in findings] == [words] * bool(words)
 
 

@@ -165,3 +165,59 @@ def test_a_class_that_is_ignored(
     found = [each for each in run.findings() if each.rule == "class-ignored"]
     names = [each.verdict.partition(" ignores ")[2] for each in found]
     assert names == ["class 0, one of 5 that the model predicts: 10% of the samples do not count"] * is_wrong
+
+
+def run_of_weights(
+    weights: Sequence[float], shares: Sequence[float], *, records: int = 8, targets: float = 32.0, ignored: float = 0.0
+) -> Examination:
+    """Return a run of a loss with weights of its classes, of which the targets have some shares."""
+    examination, all_of = Examination(), np.array(weights)
+    of_targets = float(all_of @ np.array(shares)) * (1 - ignored)
+    for row in range(records):
+        sites = {
+            ("cross_entropy", "in.target"): {"count": targets},
+            ("cross_entropy", "in.target.ignored"): {"count": targets, "mean": ignored},
+            ("cross_entropy", "in.target.weights"): {
+                "mean": float(all_of.mean()),
+                "rms": float((all_of**2).mean() ** 0.5),
+                "min": float(all_of.min()),
+            },
+            ("cross_entropy", "in.target.weight"): {"count": targets, "mean": of_targets},
+            ("head", "out"): {},
+        }
+        examination.add(record("activations", row * 10, sites))
+    return examination
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.4])
+@pytest.mark.parametrize("shares", [(0.95, 0.05), (0.8, 0.15, 0.05), (0.9, *[0.01] * 10)])
+def test_weights_that_are_inverted(shares: tuple[float, ...], ignored: float) -> None:
+    """Weights that are the shares of the classes are a finding, and their inverses are not."""
+    (found,) = run_of_weights([3 * each for each in shares], shares, ignored=ignored).findings()
+    assert brief([found]) == [("warning", "inverted-weights", "cross_entropy")]
+    assert run_of_weights([0.1 / each for each in shares], shares, ignored=ignored).findings() == []
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.9])
+def test_a_pos_weight_that_is_inverted(share: float) -> None:
+    """The same for the weight of the second of two classes."""
+    inverted = [1.0, share / (1 - share)]
+    assert [each.rule for each in run_of_weights(inverted, [1 - share, share]).findings()] == ["inverted-weights"]
+    assert run_of_weights([1.0, 1 / inverted[1]], [1 - share, share]).findings() == []
+
+
+@pytest.mark.parametrize(
+    ("weights", "shares"),
+    [
+        ((1.0, 1.0, 0.1), (0.1, 0.1, 0.8)),  # the background counts less
+        ((1.0, 1.0, 0.0), (0.6, 0.3, 0.1)),  # a class that does not count
+        ((1.0, 0.5), (0.95, 0.05)),  # precision counts more than recall
+        ((1.0, 2.0), (0.3, 0.7)),  # a frequent class that is worse to miss
+        ((2.0, 1.0, 1.0), (0.4, 0.3, 0.3)),
+        ((1.0, 1.0), (0.99, 0.01)),
+        ((0.3, 3.0), (0.5, 0.5)),  # a sampler that draws all classes equally
+    ],
+)
+def test_weights_that_are_meant(weights: tuple[float, ...], shares: tuple[float, ...]) -> None:
+    """Weights that are not the shares of the classes may have a reason."""
+    assert run_of_weights(weights, shares).findings() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_recorder.graph import Unused, capture_graph
+from lightning_recorder.graph import GraphCapture, Unused, capture_graph
+from lightning_recorder.insight import Finding
 from lightning_recorder.insight.data_facts import DataFacts, EpochFacts
 from lightning_recorder.reductions import Histogram
 from tests.insight.records import Values, brief, chain, examined, network, run, trained
@@ -277,3 +279,55 @@ def test_a_recurrence_of_which_the_first_step_is_used(steps: int, gradient: floa
     graph = capture_graph(First(), torch.randn(5, steps, 3))
     found = run({"rnn": {}}, parameters=parameters, graph=graph)
     assert [each.module for each in found if each.rule == "first-step-only"] == ["rnn"] * is_wrong
+
+
+def of_recurrence(zeros: tuple[str, ...], *, is_bidirectional: bool = False, layers: int = 2) -> list[Finding]:
+    """Return the findings about a recurrent module some of whose parameters get a gradient of zero."""
+    ways = ("", "_reverse") if is_bidirectional else ("",)
+    paths = [f"{kind}_l{layer}{way}" for layer in range(layers) for way in ways for kind in ("weight_ih", "weight_hh")]
+    parameters: dict[str, Values] = {}
+    for path in paths:
+        parameters |= {f"rnn/{path}": {"rms": 0.1}, f"rnn/{path}.grad": {"rms": 0.0 if path in zeros else 0.01}}
+    found = run({"rnn": {"rms": 1.0}}, None, {**parameters, **network("head")}, graph=chain("rnn", "head"))
+    return [each for each in found if each.rule == "forgotten-parameter"]
+
+
+def test_a_recurrent_layer_that_the_loss_does_not_read() -> None:
+    """If the last layer gets gradients of zero and the first one does not, the loss reads the first one."""
+    (found,) = of_recurrence(("weight_ih_l1", "weight_hh_l1"))
+    assert (found.module, found.path) == ("rnn", "weight_ih_l1")
+    assert "the gradients of layer 1 of rnn are zero in each record" in found.verdict
+    assert of_recurrence(()) == []
+    assert of_recurrence(("weight_hh_l0", "weight_hh_l1")) == []  # sequences of one step
+
+
+def test_a_backward_direction_that_has_read_one_step() -> None:
+    """Its recurrent weight gets a gradient of zero, while that of the forward direction does not."""
+    (found,) = of_recurrence(("weight_hh_l1_reverse",), is_bidirectional=True)
+    assert (found.module, found.path) == ("rnn", "weight_hh_l1_reverse")
+    assert of_recurrence((), is_bidirectional=True) == []
+    both = ("weight_hh_l0", "weight_hh_l0_reverse")
+    assert of_recurrence(both, is_bidirectional=True, layers=1) == []
+
+
+@pytest.mark.parametrize(("function", "is_flat"), [(torch.round, True), (torch.sign, True), (torch.tanh, False)])
+def test_a_function_with_steps_before_the_loss(function: Callable[[torch.Tensor], torch.Tensor], is_flat: bool) -> None:
+    """If the gradient of the loss is zero, a function with steps between the last layer and the loss is named."""
+
+    class Rounded(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (function(self.head(x).sigmoid()) - 1).abs().mean()
+
+    model, x = Rounded(), torch.randn(3, 4)
+    with GraphCapture(model, x) as capture:
+        model(x).backward()
+    zero: Values = {"rms": 0.25, "update_ratio": 0.0}
+    parameters: dict[str, Values] = {"head/weight": zero, "head/weight.grad": {"rms": 0.0}}
+    other: dict[str, Values] = {"/scale": {"rms": 1.0}, "/scale.grad": {"rms": 0.1}}
+    found = run({"head": {"rms": 1.0}}, {"head": {"rms": 0.0}}, parameters | other, graph=capture.graph())
+    (stopped,) = [each for each in found if each.rule == "gradient-stops"]
+    assert ("has a gradient of zero everywhere" in stopped.verdict) is is_flat

@@ -110,6 +110,7 @@ class Training(nn.Module):
         prior: A function from mean and scale to a term of the loss.
         sample: A function from mean and scale to a sample.
         decoder: The decoder; by default a layer.
+        split: A function from the output of one layer to mean and scale; by default, each has a layer.
     """
 
     def __init__(
@@ -117,14 +118,15 @@ class Training(nn.Module):
         prior: Callable[[Tensor, Tensor], Tensor],
         sample: Callable[[Tensor, Tensor], Tensor] = noise_times_scale,
         decoder: nn.Module | None = None,
+        split: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         super().__init__()
-        self.prior, self.sample = prior, sample
-        self.mean, self.scale = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.prior, self.sample, self.split = prior, sample, split
+        self.mean, self.scale = nn.Linear(16, 16 if split is None else 32), nn.Linear(16, 16)
         self.decoder = nn.Linear(16, 16) if decoder is None else decoder
 
     def forward(self, inputs: Tensor) -> Tensor:
-        mean, scale = self.mean(inputs), self.scale(inputs)
+        mean, scale = self.split(self.mean(inputs)) if self.split else (self.mean(inputs), self.scale(inputs))
         found = self.decoder(self.sample(mean, scale))
         return nn.functional.mse_loss(found, inputs) + self.prior(mean, scale)
 
@@ -242,3 +244,93 @@ def test_a_softplus_that_is_the_scale() -> None:
         return 0.5 * (mean.pow(2) + deviation.pow(2) - 2 * deviation.log()).mean()
 
     assert step_of(Training(prior, lambda mean, scale: raw(mean, nn.functional.softplus(scale)))) == []
+
+
+def halves(output: Tensor) -> tuple[Tensor, Tensor]:
+    return output[:, :16], output[:, 16:]
+
+
+def chunks(output: Tensor) -> tuple[Tensor, Tensor]:
+    mean, scale = output.chunk(2, 1)
+    return mean, scale
+
+
+def equal_halves(output: Tensor) -> tuple[Tensor, Tensor]:
+    return output[:, :16], output[:, :16]
+
+
+def equal_chunks(output: Tensor) -> tuple[Tensor, Tensor]:
+    return output.chunk(2, 1)[0], output.chunk(2, 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("split", "sample", "prior", "words"),
+    [
+        (halves, noise_times_scale, divergence, ""),
+        (chunks, noise_times_scale, divergence, ""),
+        (chunks, with_a_distribution, divergence, ""),
+        (chunks, of_the_variance, of_the_deviation, ""),
+        (halves, raw, divergence, "the output of mean itself"),
+        (chunks, raw, divergence, "the output of mean itself"),
+        (chunks, of_the_variance, divergence, "exp(1 × mean)"),
+        (equal_halves, noise_times_scale, divergence, "the same part of the output of mean"),
+        (equal_chunks, with_a_distribution, divergence, "the same part of the output of mean"),
+        (lambda output: (output, output), noise_times_scale, divergence, "the same part of the output of mean"),
+    ],
+)
+def test_mean_and_scale_that_are_parts_of_one_output(
+    split: Callable[[Tensor], tuple[Tensor, Tensor]],
+    sample: Callable[[Tensor, Tensor], Tensor],
+    prior: Callable[[Tensor, Tensor], Tensor],
+    words: str,
+) -> None:
+    """The parts must differ, and that of the scale must mean the same in the samples and in the loss."""
+    size = 32 if split not in (halves, chunks, equal_halves, equal_chunks) else 16
+    model = Training(prior, sample, nn.Linear(size, 16), split)
+    found = run({name: {} for name in ("mean", "decoder")}, None, network("mean", "decoder"), graph=graph_of(model))
+    assert [(each.rule, each.module, words in each.verdict) for each in found] == [
+        ("latent-scale", "mean", True)
+    ] * bool(words)
+
+
+def test_noise_that_is_as_large_as_the_value() -> None:
+    """A dropout with Gaussian noise takes one output for both factors; without an exponential, it is no logarithm."""
+
+    def noisy(mean: Tensor, scale: Tensor) -> Tensor:
+        return mean + torch.randn_like(mean) * mean
+
+    assert [
+        each for each in step_of(Training(lambda mean, scale: mean.exp().mean(), noisy)) if "scale" in each[0]
+    ] == []
+
+
+class Likelihood(nn.Module):
+    """A step of a model that gives a mean and the logarithm of a deviation for each target."""
+
+    def __init__(self, limit: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mean, self.scale, self.limit = nn.Linear(16, 4), nn.Linear(16, 4), limit
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        deviation = self.limit(self.scale(inputs)).exp()
+        loss: Tensor = -torch.distributions.Normal(self.mean(inputs), deviation).log_prob(inputs[:, :4]).mean()
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("limit", "is_wrong"),
+    [
+        (torch.relu, True),
+        (nn.functional.softplus, True),
+        (lambda x: x, False),
+        (lambda x: x.clamp(-5, 2), False),
+        (lambda x: -torch.relu(x), False),
+    ],
+)
+def test_a_deviation_that_cannot_be_small(limit: Callable[[Tensor], Tensor], is_wrong: bool) -> None:
+    """A logarithm of the deviation that is never negative is a finding in a likelihood, too."""
+    found = run(
+        {name: {} for name in ("mean", "scale")}, None, network("mean", "scale"), graph=graph_of(Likelihood(limit))
+    )
+    found = [each for each in found if each.rule == "latent-scale"]
+    assert [(each.module, "at least 1" in each.verdict) for each in found] == [("scale", True)] * is_wrong

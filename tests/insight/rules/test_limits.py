@@ -33,14 +33,25 @@ from lightning_recorder.reductions import Histogram
 from tests.insight.records import Values, chain, examined, network, parts, record, trained
 from tests.insight.rules import test_noise_scale as noise
 from tests.insight.rules.test_blocks import PRE, Model, OverPositions, with_values_times
-from tests.insight.rules.test_classes import of_an_ignored_class, run_of_classes
+from tests.insight.rules.test_classes import of_an_ignored_class, run_of_classes, run_of_weights
 from tests.insight.rules.test_latent import Autoencoder, noise_of_a_shape
-from tests.insight.rules.test_losses import of_overlap, of_pairs, of_views
+from tests.insight.rules.test_losses import of_overlap, of_pairs
 from tests.insight.rules.test_normalization import momentum_of, of_a_norm
-from tests.insight.rules.test_operations import Codes, Shaped, Step, mlp, padded, rows
+from tests.insight.rules.test_operations import (
+    Codes,
+    Numbered,
+    Shaped,
+    Step,
+    counted,
+    loss_of_tokens,
+    mlp,
+    padded,
+    rows,
+)
 from tests.insight.rules.test_optimization import by, of_student
+from tests.insight.rules.test_own_targets import of_views
 from tests.insight.rules.test_progress import run_of_errors, run_of_shares
-from tests.insight.rules.test_targets import of_adversaries, of_tokens
+from tests.insight.rules.test_targets import of_adversaries, of_ends, of_numbers, of_tokens
 from tests.insight.test_odd_blocks import Stage
 
 CASES: dict[str, Callable[[], Iterator[Evidence]]] = {}
@@ -125,6 +136,13 @@ def _() -> Iterator[Evidence]:
         yield case(graph=capture_graph(Step(net, F.mse_loss), rows, rows))
 
 
+@cases("single-unit")
+def _() -> Iterator[Evidence]:
+    for outputs in (2, 3):
+        net = torch.nn.Sequential(torch.nn.Linear(5, 1), torch.nn.ReLU(), torch.nn.Linear(1, outputs))
+        yield case(graph=capture_graph(Step(net, F.cross_entropy), rows, torch.arange(8) % 2))
+
+
 @cases("target-scale")
 def _() -> Iterator[Evidence]:
     graph = capture_graph(Step(mlp(2), F.mse_loss), rows, torch.randn(8, 2))
@@ -197,6 +215,14 @@ def _() -> Iterator[Evidence]:
     for number in (3, 4):
         means = last(number, 0.25, 0.5)
         yield with_targets(F.mse_loss, torch.nn.Sigmoid(), min=0.0, max=1.0, mean=means, rms=0.5)
+
+
+@cases("classes-as-numbers")
+def _() -> Iterator[Evidence]:
+    for classes, records in ((3, 4), (2, 4), (3, 3), (20, 4), (21, 4)):
+        yield of_numbers(torch.arange(8) % 3, [classes - 1.0] * records).evidence()
+    for number in (3, 4):  # of 8 records have the last class
+        yield of_numbers(torch.arange(8) % 3, last(number, 2.0, 1.0)).evidence()
 
 
 @cases("constant-target")
@@ -304,6 +330,13 @@ def _() -> Iterator[Evidence]:
         yield case({"rotary": {"min": lows, "max": 1.0}}, records=3, shapes={("rotary", "out"): (1, 6, 16)})
 
 
+@cases("wrong-positions")
+def _() -> Iterator[Evidence]:
+    for length in (3, 4):
+        tokens, net = torch.arange(4 * length).reshape(4, length) % 11, Numbered(lambda x: counted(x).clamp(max=1))
+        yield case(graph=capture_graph(Step(net, loss_of_tokens), tokens, tokens))
+
+
 @cases("attention-scores-grow")
 def _() -> Iterator[Evidence]:
     for factor in (1.2, 0.7):
@@ -327,6 +360,8 @@ def _() -> Iterator[Evidence]:
     joined = {("att", "in_proj_weight"): (48, 16)}
     for records in (2, 3):
         values: dict[str, Values] = {"att/in_proj_weight": {"zero_fraction": 1 / 3, "update_ratio": 1e-3}}
+        yield case(None, None, values, shapes=joined, records=records)
+        values = {"att/in_proj_weight": {"update_ratio": 1e-3}, "att/in_proj_weight.grad": {"zero_fraction": 1 / 3}}
         yield case(None, None, values, shapes=joined, records=records)
 
 
@@ -613,6 +648,7 @@ def _() -> Iterator[Evidence]:
 def _() -> Iterator[Evidence]:
     for records in (1, 2):
         yield case(None, None, {"a/weight": {}, "a/weight.update": {"rms": 0.0}}, records=records)
+        yield case(None, {"a": {}}, trained("a", grad=0.0), records=records)
 
 
 @cases("learning-rate-vanishes")
@@ -1338,12 +1374,39 @@ def _() -> Iterator[Evidence]:
     for indices, contents, values in ((64, 8, 6), (64, 12, 6), (63, 4, 6), (64, 8, 5)):
         each = epoch(distinct=float(indices), distinct_batches=8.0, contents=float(contents))
         yield of_samples(each, loader=LoaderFacts(has_rows=True, samples=indices, values=values))
+    for once in (0.04, 0.08):
+        each = epoch(distinct=64.0, distinct_batches=8.0, contents=33.0, contents_once=once, is_whole=True)
+        yield of_samples(each, loader=LoaderFacts(has_rows=True, samples=64, values=6))
 
 
 @cases("validation-in-training")
 def _() -> Iterator[Evidence]:
     for common, compared, distinct in ((32, 430, 1000), (32, 860, 1000), (31, 430, 1000), (32, 430, 600)):
         yield of_samples(validation=ValidationFacts(1000, distinct, compared, common, 0))
+
+
+@cases("no-end-as-target")
+def _() -> Iterator[Evidence]:
+    for after, records in ((1.0, 4), (1.0, 3), (0.6, 4)):
+        yield of_ends(0.0, after=after, records=records).evidence()
+
+
+@cases("inverted-weights")
+def _() -> Iterator[Evidence]:
+    for records, targets in ((4, 32.0), (3, 32.0), (4, 15.0), (8, 15.0)):
+        yield run_of_weights([1.9, 0.1], [0.95, 0.05], records=records, targets=targets).evidence()
+    for share in (0.8, 0.95):  # whose weights are 1.36 and 1.81 × larger for the targets
+        yield run_of_weights([2 * share, 2 - 2 * share], [share, 1 - share]).evidence()
+    for share in (0.8, 0.6):  # of one of ten classes, whose weight is that of 92 %
+        yield run_of_weights([10.0, *[0.1] * 9], [share, *[(1 - share) / 9] * 9]).evidence()
+
+
+@cases("target-in-inputs")
+def _() -> Iterator[Evidence]:
+    for compared in (63, 64, 127, 128):
+        yield of_samples(
+            epoch(distinct=9.0, distinct_batches=9.0), loader=LoaderFacts(target_place=3, compared=compared)
+        )
 
 
 @cases("sorted-by-class")

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_recorder.graph import capture_graph
+from lightning_recorder.graph import GraphCapture, capture_graph
 from lightning_recorder.insight import RULES, Finding
 from tests.insight.records import Examination, Values, brief, examined, run
 
-NAMES = {rule.name for rule in RULES if rule.function.__module__.endswith((".losses", ".operations"))}
+FILES = ("losses", "loss_terms", "own_targets", "operations")
+NAMES = {rule.name for rule in RULES if rule.function.__module__.rpartition(".")[2] in FILES}
 TORCH_WARNS = pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
 Loss = Callable[[Tensor, Tensor], Tensor]
 Function = Callable[[Tensor], Tensor]
@@ -49,6 +50,14 @@ def examine(net: nn.Module, loss: Loss, x: Tensor, target: Tensor) -> list[Findi
     """Return the findings about the operations of one step."""
     found = Examination(capture_graph(Step(net, loss), x, target)).findings()
     return [each for each in found if each.rule in NAMES]
+
+
+def trained_step(model: nn.Module, *inputs: Tensor) -> list[Finding]:
+    """Return the findings about the operations of a model that returns its loss, with the backward pass."""
+    with GraphCapture(model, inputs) as capture:
+        model(*inputs).backward()
+    names = NAMES | {"unknown-noise", "largest-value", "seen-targets", "mean-before-weights"}
+    return [each for each in Examination(capture.graph()).findings() if each.rule in names]
 
 
 def mlp(out: int, *last: nn.Module) -> nn.Sequential:
@@ -512,6 +521,97 @@ def test_no_positions(positions: str, mask: str, severities: list[str]) -> None:
     assert all(each.module == "net.embedding" for each in found)
 
 
+class Numbered(nn.Module):
+    """Adds an embedding of positions to that of tokens, or multiplies it with a rotation."""
+
+    def __init__(self, positions: Function, *, is_rotary: bool = False) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(11, 5), nn.Linear(5, 11)
+        self.rows = None if is_rotary else nn.Embedding(11, 5)
+        self.positions = positions
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers, h = self.positions(x), self.tokens(x)
+        if self.rows is None:
+            h = h * (numbers.float()[..., None] * torch.arange(1.0, 6)).cos()
+        else:
+            rows = self.rows(numbers)
+            h = h + (rows.mean(-2) if rows.dim() > 2 and len(rows) != len(x) else rows)
+        out: Tensor = self.head(h)
+        return out
+
+
+def counted(x: Tensor) -> Tensor:
+    """Return the positions of tokens."""
+    return torch.arange(x.shape[-1])
+
+
+CUT = "encodes positions of at most 3, where a sequence has 6: all from 3 on are encoded alike"
+AT_RANDOM = "encodes 6 positions in an order that is drawn at random in each step"
+
+
+@pytest.mark.parametrize("is_rotary", [False, True])
+@pytest.mark.parametrize(
+    ("positions", "verdict"),
+    [
+        (lambda x: counted(x).clamp(max=3), CUT),
+        (lambda x: torch.clip(counted(x).expand(x.shape), 0, 3), CUT),
+        (lambda x: torch.randperm(6), AT_RANDOM),
+        (lambda x: torch.randperm(6)[None].expand(x.shape), AT_RANDOM),
+        (counted, ""),
+        (lambda x: counted(x).clamp(max=5), ""),
+        (lambda x: (counted(x) // 2).clamp(max=1), ""),
+        (lambda x: x.clamp(max=3), ""),
+        (lambda x: torch.randperm(11).sort().values[:6], ""),
+    ],
+)
+def test_positions_that_are_cut_off_or_in_random_order(positions: Function, verdict: str, is_rotary: bool) -> None:
+    """Positions that the step counts and cuts off are named, and those that it draws; parts and tokens are not."""
+    found = examine(Numbered(positions, is_rotary=is_rotary), loss_of_tokens, tokens, tokens)
+    named = "net" if is_rotary else "net.rows"
+    assert [each.verdict for each in found if each.rule == "wrong-positions"] == [f"{named} {verdict}"] * bool(verdict)
+
+
+def test_distances_may_be_cut_off() -> None:
+    """An embedding of distances, which are differences, has one row for all large ones."""
+    net = Numbered(lambda x: (counted(x)[:, None] - counted(x)).clamp(-3, 3) + 3)
+    assert "wrong-positions" not in [each.rule for each in examine(net, loss_of_tokens, tokens, tokens)]
+
+
+def test_tokens_may_be_permuted_with_their_positions() -> None:
+    """A permutation that also chooses the tokens leaves each token its position."""
+
+    class Permuted(Numbered):
+        def forward(self, x: Tensor) -> Tensor:
+            order = torch.randperm(6)
+            self.positions = lambda x: order
+            return super().forward(x[:, order])
+
+    found = examine(Permuted(counted), loss_of_tokens, tokens, tokens)
+    assert "wrong-positions" not in [each.rule for each in found]
+
+
+class Chosen(nn.Module):
+    """Compares tokens with rows that are drawn at random, or adds a drawn row to all tokens of a sample."""
+
+    def __init__(self, *, is_of_sample: bool) -> None:
+        super().__init__()
+        self.tokens, self.rows, self.is_of_sample = nn.Embedding(11, 11), nn.Embedding(11, 11), is_of_sample
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens: Tensor = self.tokens(x)
+        if self.is_of_sample:
+            return tokens + self.rows(torch.randperm(8))[:, None]
+        return tokens * self.rows(torch.randperm(6))
+
+
+@pytest.mark.parametrize("is_of_sample", [False, True])
+def test_rows_that_are_drawn_are_no_positions(is_of_sample: bool) -> None:
+    """Negative samples and the steps of a diffusion may be a permutation."""
+    found = examine(Chosen(is_of_sample=is_of_sample), loss_of_tokens, tokens, tokens)
+    assert "wrong-positions" not in [each.rule for each in found]
+
+
 def test_a_set_of_tokens_needs_no_positions() -> None:
     """One target for each sample may not depend on the order."""
     found = examine(Tokens(), lambda y, target: F.cross_entropy(y.mean(1), target), tokens, tokens[:, 0])
@@ -707,3 +807,168 @@ def test_embeddings_normalized_over_the_samples(dimension: int, is_turned: bool,
 
     found = [each.rule for each in examine(mlp(7), loss, rows, torch.randn(8, 1))]
     assert found.count("along-batch") == is_wrong
+
+
+class Squeezed(nn.Module):
+    """A network of which one layer has a single output, with other ways around it if there are any."""
+
+    def __init__(self, between: Callable[[Tensor, Tensor], Tensor], *, inputs: int = 1, outputs: int = 3) -> None:
+        super().__init__()
+        self.narrow, self.wide, self.head = nn.Linear(5, 1), nn.Linear(inputs, 6), nn.Linear(6, outputs)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.wide(self.between(self.narrow(x), x)).relu())
+        return output
+
+
+class LastState(nn.Module):
+    """A recurrence with one unit, whose last state gives all outputs."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.mix, self.head = nn.GRU(5, units, batch_first=True), nn.Linear(units, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.mix(x)[0][:, -1])
+        return output
+
+
+def test_a_hidden_layer_of_a_single_unit() -> None:
+    """One number between two layers from which several outputs follow is a finding; two numbers are none."""
+    (found,) = examine(Squeezed(lambda one, _: one.relu()), F.cross_entropy, rows, classes)
+    assert brief([found]) == [("warning", "single-unit", "net.narrow")]
+    assert found.verdict == "net.narrow returns one number for each sample, from which the 3 outputs follow"
+    wider = nn.Sequential(nn.Linear(5, 2), nn.ReLU(), nn.Linear(2, 6), nn.ReLU(), nn.Linear(6, 3))
+    assert examine(wider, F.cross_entropy, rows, classes) == []
+
+
+@pytest.mark.parametrize(("units", "rules"), [(1, ["single-unit"]), (2, [])])
+def test_a_recurrence_of_a_single_unit(units: int, rules: list[str]) -> None:
+    """The last state of a recurrence with one unit is one number, too."""
+    assert [each.rule for each in examine(LastState(units), F.cross_entropy, series, classes)] == rules
+
+
+@pytest.mark.parametrize(
+    ("net", "loss", "target"),
+    [
+        (Squeezed(lambda one, x: torch.cat([one, x], 1), inputs=6), F.cross_entropy, classes),  # beside others
+        (Squeezed(lambda one, x: one.sigmoid() * x, inputs=5), F.cross_entropy, classes),  # a gate
+        (Squeezed(lambda one, x: one + x[:, :1]), F.cross_entropy, classes),  # another way from the input
+        (Squeezed(lambda one, _: one.relu(), outputs=1), F.mse_loss, torch.randn(8, 1)),  # one output
+        (Squeezed(lambda one, _: one.relu(), outputs=2), F.cross_entropy, classes % 2),  # two classes
+        (Squeezed(lambda _, x: x[:, :1]), F.cross_entropy, classes),  # one feature of the input
+        (Squeezed(lambda one, _: one.relu(), outputs=5), F.mse_loss, rows),  # the latent of an autoencoder
+        (Shaped(nn.Conv1d(6, 1, 1)), lambda y, _: y.square().mean(), classes),  # one channel of several places
+    ],
+)
+def test_single_units_that_are_meant(net: nn.Module, loss: Loss, target: Tensor) -> None:
+    """Gates, numbers beside others, one output, one feature and the latent of an autoencoder are fine."""
+    x = series if isinstance(net, Shaped) else rows
+    found = examine(net, loss, x, x if target is rows else target)
+    assert [each.rule for each in found if each.rule == "single-unit"] == []
+
+
+class Quantized(nn.Module):
+    """A step of an autoencoder whose decoder gets the nearest rows of a code book."""
+
+    def __init__(self, passed: Callable[[Tensor, Tensor], Tensor], *, is_frozen: bool = False) -> None:
+        super().__init__()
+        self.encoder, self.codes, self.decoder = mlp(5).requires_grad_(not is_frozen), nn.Embedding(16, 5), mlp(5)
+        self.passed = passed
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.encoder(x)
+        code = self.codes(torch.cdist(z, self.codes.weight).argmin(1))
+        of_codes = F.mse_loss(code, z.detach()) + 0.25 * F.mse_loss(z, code.detach())
+        return F.mse_loss(self.decoder(self.passed(z, code)), x) + of_codes
+
+
+@pytest.mark.parametrize(
+    ("passed", "is_frozen", "is_wrong"),
+    [
+        (lambda z, code: code, False, True),
+        (lambda z, code: z.detach() + (code - z.detach()), False, True),
+        (lambda z, code: z + (code - z).detach(), False, False),
+        (lambda z, code: code + z - z.detach(), False, False),
+        (lambda z, code: code, True, False),
+    ],
+)
+def test_codes_that_cut_off_the_encoder(
+    passed: Callable[[Tensor, Tensor], Tensor], is_frozen: bool, is_wrong: bool
+) -> None:
+    """The gradient must pass the choice of the code, unless the encoder is frozen; the loss of the codes is no way."""
+    found = trained_step(Quantized(passed, is_frozen=is_frozen), rows)
+    assert brief(found) == [("warning", "encoder-cut-off", "codes")] * is_wrong
+    assert all("depends on the encoder through the argmin" in each.verdict for each in found)
+
+
+class Exchanged(nn.Module):
+    """A step whose model may get the samples in another order."""
+
+    def __init__(self, given: Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.net, self.given = mlp(3), given
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(*self.given(self.net, x, y))
+
+
+order = torch.rand(8)
+
+
+def back(net: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    places = x[:, 0].sort()[1]
+    return net(x[places])[places.argsort()], y
+
+
+def of_both(net: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    places = torch.randperm(8)
+    return net(x[places]), y[places]
+
+
+def mixed(net: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return net(0.7 * x + 0.3 * x[torch.randperm(8)]), y
+
+
+@pytest.mark.parametrize(
+    ("given", "is_wrong"),
+    [
+        (lambda net, x, y: (net(x[x[:, 0].sort(descending=True)[1]]), y), True),
+        (lambda net, x, y: (net(x[torch.randperm(8)]), y), True),
+        (lambda net, x, y: (net(x.index_select(0, x[:, 0].argsort())), y), True),
+        (back, False),
+        (of_both, False),
+        (mixed, False),
+        (lambda net, x, y: (net(x[:, torch.randperm(5)]), y), False),  # the features
+        (lambda net, x, y: (net(x), y), False),
+    ],
+)
+def test_samples_that_are_exchanged_before_the_model(
+    given: Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]], is_wrong: bool
+) -> None:
+    """Outputs of exchanged samples must go back to their places, or the targets be exchanged, too."""
+    found = trained_step(Exchanged(given), rows, classes)
+    assert brief(found) == [("warning", "exchanged-samples", "")] * is_wrong
+
+
+class Pooled(nn.Module):
+    """A step of a graph network that joins the nodes of each sample, or those of all samples."""
+
+    def __init__(self, graphs: int) -> None:
+        super().__init__()
+        self.net, self.head, self.graphs = nn.Linear(5, 7), nn.Linear(7, 3), graphs
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        nodes = F.relu(self.net(x)).reshape(48, 7)
+        places = torch.arange(8).repeat_interleave(6) * (self.graphs > 1)
+        pooled = torch.zeros(self.graphs, 7).index_add(0, places, nodes)
+        return F.cross_entropy(self.head(pooled).expand(8, 3), y)
+
+
+@pytest.mark.parametrize(("graphs", "is_wrong"), [(1, True), (8, False)])
+def test_nodes_of_all_graphs_that_are_joined(graphs: int, is_wrong: bool) -> None:
+    """The nodes of several graphs must not become one row that stands for all samples."""
+    found = trained_step(Pooled(graphs), series, classes)
+    assert brief(found) == [("warning", "along-batch", "")] * is_wrong
+    assert all("index_add" in each.verdict and "[48, 7]" in each.verdict for each in found)

@@ -214,6 +214,28 @@ def test_frozen_modules() -> None:
         assert brief(found) == [(severity, "frozen", name)]
 
 
+@pytest.mark.parametrize("frozen", ["head", "body"])
+def test_a_frozen_head(frozen: str) -> None:
+    """The note says if the loss gets its prediction from a frozen layer behind trained ones."""
+
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+            getattr(self, frozen).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(self.head(self.body(x)), torch.arange(5) % 3)
+
+    missing = {frozen: {"fired": False, "why": "frozen: none of its own parameters requires a gradient"}}
+    other = "body" if frozen == "head" else "head"
+    layers: dict[str, Values] = {"body": {}, "head": {}}
+    graph = capture_graph(Step(), torch.randn(5, 4))
+    found = run(layers, None, network(other), graph=graph, coverage={"parameters": {"modules": missing}})
+    (note,) = [each for each in found if each.rule == "frozen"]
+    assert (note.severity, "also head, from which the loss gets" in note.verdict) == ("note", frozen == "head")
+
+
 def test_a_frozen_layer_behind_layers_without_a_gradient() -> None:
     """Layers that get no gradient are not trained, so that a frozen layer behind them is not between trained ones."""
     names = ("a", "b", "c", "d")
@@ -298,6 +320,24 @@ def test_a_weight_that_is_in_no_optimizer() -> None:
     tied = with_parameters("b.weight", "a.bias", "a.weight")
     tied = replace(tied, nodes=(*tied.nodes[:-1], replace(tied.nodes[-1], tied=("b.weight",))))
     assert run(None, None, parameters, graph=tied) == []
+
+
+@pytest.mark.parametrize(
+    ("note", "known", "rules"),
+    [
+        ("", 2, ["not-in-optimizer"]),
+        ("", 3, []),  # the optimizer has it, and the records do not
+        ("", None, []),
+        ("frozen", 2, []),
+    ],
+)
+def test_a_bias_that_is_in_no_optimizer(note: str, known: int | None, rules: list[str]) -> None:
+    """A bias that is never updated is a finding if the optimizer has the recorded parameters only."""
+    graph = with_parameters("b.weight", "a.weight", "a.bias", note=note)
+    about = {} if known is None else {"groups": [{"optimizer": "Adam", "parameters": known}]}
+    found = run(None, None, network("a", "b"), graph=graph, about=about)
+    assert [each.rule for each in found] == rules
+    assert all(each.verdict.startswith("a.bias is used, but no optimizer that stepped has it") for each in found)
 
 
 def test_a_weight_that_is_frozen_alone() -> None:

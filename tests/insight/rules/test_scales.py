@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -12,11 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_recorder.graph import capture_graph
 from lightning_recorder.graph.model import Edge, Graph, Node, TensorMeta
 from lightning_recorder.insight import Finding
 from lightning_recorder.records.table import Floats
 from lightning_recorder.statistics import StatisticsRecorder
 from tests.insight.records import Examination, Values, brief, chain, examined, network, record, run, trained
+from tests.insight.rules.test_operations import Step
 
 
 @pytest.mark.parametrize(
@@ -141,6 +144,30 @@ def test_tiny_inputs(ratio: float, zeros: float, alarm: bool) -> None:
     found = of_tiny_inputs(ratio, zeros)
     assert brief(found) == [("warning", "input-scale", "a")] * alarm
     assert all("the input of a is tiny, about 0.002" in each.verdict for each in found)
+
+
+@pytest.mark.parametrize(
+    ("last", "rms", "zeros", "alarm"),
+    [
+        (nn.ReLU(), 2e-3, 0.1, True),
+        (nn.ReLU(), 0.3, 0.1, False),  # pixels from 0 to 1
+        (nn.ReLU(), [2e-3] * 7 + [0.02], 0.1, False),
+        (nn.ReLU(), 2e-3, 0.95, False),  # few points in an empty image
+        (nn.BatchNorm2d(2), 2e-3, 0.1, False),
+    ],
+)
+def test_tiny_images(last: nn.Module, rms: float | list[float], zeros: float, alarm: bool) -> None:
+    """Pixels that are divided by 255 twice are a finding, unless a normalization after the first layer scales them."""
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), last, nn.Flatten(), nn.Linear(32, 3))
+    graph = capture_graph(Step(net, F.cross_entropy), torch.randn(8, 1, 6, 6), torch.arange(8) % 3)
+    nodes = tuple(replace(node, name="batch[0]") if node.name == "input[0]" else node for node in graph.nodes)
+    examination = Examination(replace(graph, nodes=nodes))
+    for row in range(8):
+        size = rms if isinstance(rms, float) else rms[row]
+        sites = {("", "batch[0]"): {"rms": size, "zero_fraction": zeros}, ("net.0", "out"): {}}
+        examination.add(record("activations", 10 * row, sites))
+    found = [each for each in examination.findings() if each.rule == "input-scale"]
+    assert [each.verdict for each in found] == ["batch[0], the input of net.0, has rms 0.002"] * alarm
 
 
 @pytest.mark.parametrize(("rms", "zeros", "alarm"), [(1.5e-3, 0.0, True), (1.0, 0.0, False), (1.5e-3, 0.98, False)])

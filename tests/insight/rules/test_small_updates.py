@@ -17,6 +17,22 @@ def test_a_parameter_that_does_not_move() -> None:
     assert "(dtype float32)" in found[0].verdict
 
 
+@pytest.mark.parametrize(
+    ("rate", "dtype", "cause"),
+    [
+        (1e-3, "float32", "The learning rate is not zero, and float32 is precise"),
+        (0.0, "float32", "A learning rate of zero"),
+        (1e-3, "bfloat16", "A learning rate of zero, or updates below the precision"),
+    ],
+)
+def test_a_step_that_does_nothing(rate: float, dtype: str, cause: str) -> None:
+    """If no parameter of float32 moves and the learning rate is not zero, something else than both is the cause."""
+    weights = network("a", "b", **{name: trained(name, ratio=0.0, update=0.0) for name in "ab"})
+    weights |= {f"{name}/weight": {**weights[f"{name}/weight"], "learning_rate": rate} for name in "ab"}
+    (found,) = run(None, None, weights, dtype=dtype)
+    assert (found.rule, found.why.startswith(cause)) == ("does-not-move", True)
+
+
 def test_updates_lost_to_precision() -> None:
     """Updates of bfloat16 weights with more zeros than the gradients are lost to precision."""
     parts = {

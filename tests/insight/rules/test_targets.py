@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_recorder import Outputs, default_recorders, open_recording
 from lightning_recorder.graph import capture_graph
+from lightning_recorder.graph.model import Graph
 from lightning_recorder.insight import RULES, Finding
-from tests.insight.records import Examination, Values, brief, parts, record, run
-from tests.insight.rules.test_operations import Causal, Loss, Shaped, Step, classes, mlp, rows, tokens
+from lightning_recorder.records.histogram import EDGES
+from lightning_recorder.reductions import Histogram
+from tests.insight.records import Examination, Values, brief, examined, parts, record, run
+from tests.insight.rules.test_operations import (
+    Causal,
+    Loss,
+    Shaped,
+    Step,
+    classes,
+    mlp,
+    rows,
+    tokens,
+    trained_step,
+)
 
 NAMES = {rule.name for rule in RULES if rule.function.__module__.endswith(".targets")}
 
@@ -430,3 +448,259 @@ def test_labels_that_are_the_blank(share: float, is_wrong: bool) -> None:
         examination.add(record("activations", step, sites))
     found = [each for each in examination.findings() if each.rule == "output-range"]
     assert [each.verdict for each in found] == ["20% of the labels that ctc_loss gets are the blank"] * is_wrong
+
+
+def of_numbers(
+    target: Tensor, largest: list[float], *, loss: Loss | None = None, outputs: int = 1, values: Sequence[float] = ()
+) -> Examination:
+    """Return a run of a regression whose targets are at most some numbers; their last values are in a histogram."""
+    graph = capture_graph(Step(mlp(outputs), loss or as_numbers), rows, target)
+    found = np.array(values)
+    counts, edges = np.histogram(found, bins=EDGES)
+    kept = Histogram(edges, counts, found.min(), found.max(), found.sum(), (found**2).sum()) if values else None
+    return examined(
+        {"net.2": {}},
+        targets={"mse_loss": {"min": 0.0, "max": largest}},
+        graph=graph,
+        records=len(largest),
+        histograms={("mse_loss", "in.target"): kept} if kept is not None else None,
+    )
+
+
+def as_numbers(y: Tensor, target: Tensor) -> Tensor:
+    """Return the squared error of class numbers."""
+    return F.mse_loss(y.squeeze(-1), target.float())
+
+
+NUMBERED = "are 10 whole numbers, 0 to 9, and the prediction of each sample is one number"
+
+
+def test_classes_as_numbers() -> None:
+    """Class numbers as targets of a squared error are a note that says what was measured; one-hot targets are fine."""
+    (found,) = of_numbers(torch.arange(8), [9.0] * 8).findings()
+    assert brief([found]) == [("note", "classes-as-numbers", "")]
+    assert found.verdict.endswith(NUMBERED)
+
+    def one_hot(y: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(y, F.one_hot(target, 8).float())
+
+    assert of_numbers(torch.arange(8), [1.0] * 8, loss=one_hot, outputs=8).findings() == []
+    assert of_numbers(torch.arange(8), [9.0] * 8, loss=one_hot, outputs=8).findings() == []
+
+
+@pytest.mark.parametrize(
+    ("values", "is_whole"),
+    [
+        ([0, 1, 2, 3, 8, 9, 9], True),
+        ([0, 1, 2, 3, 8, 8, 9.0], True),
+        ([0, 1.125, 2, 9], False),
+        ([0, 2, 8.5, 8.5, 9], False),
+        ([0, 2, 8.5, 9], False),
+    ],
+)
+def test_whole_numbers_of_a_float_target(values: list[float], is_whole: bool) -> None:
+    """The histogram of floats shows if they are whole numbers, also in the bin that 8 and 9 share."""
+    found = of_numbers(torch.randn(8), [9.0] * 8, values=values).findings()
+    assert [each.rule for each in found] == ["classes-as-numbers"] * is_whole
+
+
+def in_one_step(y: Tensor, target: Tensor) -> Tensor:
+    """Return a target that follows from the prediction, as of a value of the next state."""
+    return F.mse_loss(y.squeeze(-1), target.float() + y.detach().squeeze(-1).round())
+
+
+@pytest.mark.parametrize(
+    ("target", "largest", "options"),
+    [
+        (torch.arange(8), [5.0, 9.0, 4.0, 6.0, 5.0, 7.0, 3.0, 4.0], {}),  # counts
+        (torch.arange(8), [1.0] * 8, {}),  # two classes
+        (torch.arange(8), [87.0] * 8, {}),  # ages
+        (torch.randn(8), [9.0] * 8, {}),  # floats without a histogram
+        (torch.randn(8), [2.5] * 8, {"values": [0.0, 1.0, 2.5]}),  # ratings with halves
+        (torch.arange(8), [3.0] * 8, {"loss": in_one_step}),  # values of actions
+        (torch.arange(16).view(8, 2), [9.0] * 8, {"outputs": 2, "loss": F.mse_loss}),  # several numbers
+    ],
+)
+def test_numbers_that_are_no_classes(target: Tensor, largest: list[float], options: dict[str, Any]) -> None:
+    """Counts, ages, two classes, fractions, several outputs and targets of the model itself are fine."""
+    found = of_numbers(target, largest, **options).findings()
+    assert [each.rule for each in found if each.rule == "classes-as-numbers"] == []
+
+
+def test_ratings_that_begin_at_one() -> None:
+    """Ratings from 1 to 5 are fine, since classes begin at 0."""
+    graph = capture_graph(Step(mlp(1), as_numbers), rows, torch.arange(8))
+    assert run(targets={"mse_loss": {"min": 1.0, "max": 5.0}}, graph=graph) == []
+
+
+def test_class_numbers_in_a_loss_that_is_written_out() -> None:
+    """The square of a difference is a squared error, too."""
+    graph = capture_graph(
+        Step(mlp(1), lambda y, target: (y.squeeze(-1) - target).square().mean()), rows, torch.arange(8)
+    )
+    nodes = [replace(node, name="batch[1]") if node.name == "input[1]" else node for node in graph.nodes]
+    examination = Examination(Graph(tuple(nodes), graph.edges))
+    for row in range(8):
+        sites = {("", "batch[1]"): {"min": 0.0, "max": 2.0}, ("net.2", "out"): {}}
+        examination.add(record("activations", row * 10, sites))
+    assert [each.rule for each in examination.findings()] == ["classes-as-numbers"]
+
+
+def of_ends(ends: float | list[float], *, after: float = 1.0, records: int = 8) -> Examination:
+    """Return a run of a language model with the share of ends that are targets, and that of next tokens."""
+    examination = Examination()
+    for row in range(records):
+        sites = {
+            ("cross_entropy", "in.target.next"): {"mean": after},
+            ("cross_entropy", "in.target.ends"): {"mean": ends if isinstance(ends, float) else ends[row]},
+            ("head", "out"): {},
+        }
+        examination.add(record("activations", row * 10, sites))
+    return examination
+
+
+@pytest.mark.parametrize(
+    ("ends", "after", "rules"),
+    [
+        (0.0, 1.0, ["no-end-as-target"]),
+        (1.0, 1.0, []),
+        ([0.0] * 7 + [0.02], 1.0, []),
+        ([0.0] * 7 + [-1.0], 1.0, []),  # a text that does not end, so that the end token may be padding alone
+        (-1.0, 1.0, []),
+        (0.0, 0.5, []),  # other targets than the next tokens
+    ],
+)
+def test_ends_that_are_ignored_like_padding(ends: float | list[float], after: float, rules: list[str]) -> None:
+    """An end token that each text has, and that is never a target of a language model, is a finding."""
+    assert [each.rule for each in of_ends(ends, after=after).findings()] == rules
+
+
+@pytest.mark.parametrize(("kept", "rules"), [(0, ["no-end-as-target"]), (1, [])])
+def test_ends_of_a_model_of_transformers(kept: int, rules: list[str], tmp_path: Path) -> None:
+    """The end token is read from the configuration of a model, and its labels from its loss."""
+    transformers = pytest.importorskip("transformers")
+    lengths = torch.arange(64) % 5 + 2
+    places = torch.arange(8).expand(64, 8)
+    tokens = torch.where(places < lengths[:, None], torch.randint(2, 12, (64, 8)), 1)
+    labels = torch.where(places < lengths[:, None] + kept, tokens, -100)
+    config = transformers.GPT2Config(vocab_size=12, n_positions=8, n_embd=8, n_layer=1, n_head=2, eos_token_id=1)
+
+    class Language(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = transformers.GPT2LMHeadModel(config)
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss: Tensor = self.net(batch[0], attention_mask=(batch[1] != -100).long(), labels=batch[1]).loss
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    Trainer(
+        default_root_dir=tmp_path,
+        accelerator="cpu",
+        max_epochs=2,
+        log_every_n_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[*default_recorders(outputs=Outputs(plots=False, dumps=False))],
+    ).fit(Language(), DataLoader(TensorDataset(tokens, labels), 16))
+    found = open_recording(tmp_path).run.findings
+    assert [each.rule for each in found if each.rule == "no-end-as-target"] == rules
+
+
+class Diffusion(nn.Module):
+    """A step of a diffusion model; ``target`` chooses from the data, the noise and their sum."""
+
+    def __init__(self, target: Callable[[Tensor, Tensor, Tensor], Tensor], *, share: float | None = None) -> None:
+        super().__init__()
+        self.net, self.time, self.target, self.share = nn.Linear(10, 5), nn.Embedding(10, 5), target, share
+
+    def forward(self, x: Tensor) -> Tensor:
+        time, noise = torch.randint(0, 10, (8,)), torch.randn_like(x)
+        share = (time[:, None] + 1) / 11 if self.share is None else self.share
+        noisy = (1 - share) * x + share * noise
+        return F.mse_loss(self.net(torch.cat([noisy, self.time(time)], 1)), self.target(x, noise, noisy))
+
+
+@pytest.mark.parametrize(
+    ("target", "share", "words"),
+    [
+        (lambda x, noise, noisy: noise, None, ""),
+        (lambda x, noise, noisy: x, None, ""),
+        (lambda x, noise, noisy: noise - x, None, ""),
+        (lambda x, noise, noisy: noisy, None, "it learns to return its input"),
+        (lambda x, noise, noisy: torch.randn_like(x), None, "nothing else uses"),
+        (lambda x, noise, noisy: torch.randn(8, 5), None, "nothing else uses"),
+        (lambda x, noise, noisy: noisy, 0.1, ""),  # an augmentation
+        (lambda x, noise, noisy: x + 0.1 * torch.randn_like(x), None, ""),
+    ],
+)
+def test_noise_as_target(target: Callable[[Tensor, Tensor, Tensor], Tensor], share: float | None, words: str) -> None:
+    """The target is the noise that was added, or the data; neither other noise nor the sum."""
+    found = trained_step(Diffusion(target, share=share), rows)
+    assert brief(found) == [("warning", "unknown-noise", "")] * bool(words)
+    assert all(words in each.verdict for each in found)
+
+
+class QLearning(nn.Module):
+    """A step of Q learning."""
+
+    def __init__(self, predicted: Callable[[Tensor, Tensor], Tensor], *, has_next: bool = True) -> None:
+        super().__init__()
+        self.net, self.late, self.predicted, self.has_next = mlp(3), mlp(3), predicted, has_next
+
+    def forward(self, x: Tensor, actions: Tensor, rewards: Tensor, following: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = rewards + 0.9 * self.late(following).max(1).values if self.has_next else rewards
+        return F.smooth_l1_loss(self.predicted(self.net(x), actions), target)
+
+
+@pytest.mark.parametrize(
+    ("predicted", "has_next", "is_wrong"),
+    [
+        (lambda values, actions: values.max(1).values, True, True),
+        (lambda values, actions: values.amax(1), True, True),
+        (lambda values, actions: values.gather(1, actions[:, None])[:, 0], True, False),
+        (lambda values, actions: values.max(1).values, False, False),  # a pooling
+    ],
+)
+def test_the_largest_value_is_fitted(
+    predicted: Callable[[Tensor, Tensor], Tensor], has_next: bool, is_wrong: bool
+) -> None:
+    """The reward belongs to the action that was taken, not to the one with the largest value."""
+    found = trained_step(QLearning(predicted, has_next=has_next), rows, classes, torch.randn(8), torch.randn(8, 5))
+    assert brief(found) == [("warning", "largest-value", "")] * is_wrong
+
+
+class Masked(nn.Module):
+    """A step of a masked language model."""
+
+    def __init__(self, targets: Callable[[Tensor, Tensor], Tensor], *, is_random: bool = True) -> None:
+        super().__init__()
+        self.embedding, self.head, self.targets, self.is_random = nn.Embedding(11, 5), mlp(11), targets, is_random
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = torch.rand(ids.shape) < 0.15 if self.is_random else ids == 3
+        logits = self.head(self.embedding(ids.masked_fill(hidden, 0)))
+        return F.cross_entropy(logits.transpose(1, 2), self.targets(ids, hidden))
+
+
+@pytest.mark.parametrize(
+    ("targets", "is_random", "is_wrong"),
+    [
+        (lambda ids, hidden: ids, True, True),
+        (lambda ids, hidden: ids.masked_fill(~hidden, -100), True, False),
+        (lambda ids, hidden: torch.where(hidden, ids, -100), True, False),
+        (lambda ids, hidden: ids, False, False),  # another number for the padding
+    ],
+)
+def test_targets_that_the_model_sees(
+    targets: Callable[[Tensor, Tensor], Tensor], is_random: bool, is_wrong: bool
+) -> None:
+    """The loss of a masked language model counts the tokens that are hidden; that of all tokens has a note."""
+    found = trained_step(Masked(targets, is_random=is_random), tokens)
+    assert brief(found) == [("note", "seen-targets", "")] * is_wrong

@@ -83,6 +83,23 @@ def test_nothing_moves_although_gradients_arrive(gradient: float, cause: str) ->
     assert [each.rule for each in found if each.why.startswith(cause)] == ["nothing-moves"]
 
 
+@pytest.mark.parametrize(
+    ("inner", "outer", "rules"),
+    [
+        (0.0, 0.1, ["nothing-moves"]),
+        (0.0, 0.0, ["gradient-stops"]),
+        ([0.0] * 7 + [0.1], 0.1, []),
+    ],
+)
+def test_gradients_that_are_cleared_before_the_step(inner: float | list[float], outer: float, rules: list[str]) -> None:
+    """Gradients of zero of all parameters are cleared ones if those of the outputs are not zero."""
+    weights = network("a", "b", **{name: trained(name, grad=inner, update=1e-6) for name in "ab"})
+    sizes: dict[str, Values] = {"a": {"rms": outer}, "b": {"rms": outer}}
+    found = run({"a": {}, "b": {}}, sizes, weights, graph=chain("a", "b"))
+    assert [each.rule for each in found] == rules
+    assert all("zero_grad()" in each.next for each in found if each.rule == "nothing-moves")
+
+
 def test_a_learning_rate_of_zero_is_in_the_verdict() -> None:
     """A parameter that does not move is reported with the learning rate of its group."""
     weights = network("a", a=trained("a", ratio=0.0, update=0.0))
@@ -313,21 +330,25 @@ def test_a_schedule_of_the_wrong_unit(schedule: tuple[str, str, int, int, int], 
 
 
 @pytest.mark.parametrize(
-    ("rates", "alarm"),
+    ("rates", "text"),
     [
-        ([1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10], 1),
-        ([1e-3 * (8 - step) / 8 for step in range(8)], 0),
-        ([0.0, 0.0, 0.0, 1e-6, 1e-4, 1e-3, 1e-3, 1e-3], 0),
-        ([1e-3] * 5 + [1e-4, 1e-6, 1e-7], 0),
-        ([1e-3, NAN, NAN, 1e-3, NAN, NAN, 1e-3, NAN], 0),  # batches without an optimizer step
+        ([1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10], "from 0.001 to 1e-10: from step 30 on"),
+        ([1e-3, 1e-4, 1e-5, 2e-6, 1e-7, 1e-8, 1e-9, 1e-10], "from 0.001 to 1e-10: from step 40 on"),
+        # after three steps of a factor of a tenth
+        ([0.1, 0.1, *[0.1 * 0.1 * 0.1 * 0.1] * 6], "from 0.1 to 0.0001: from step 20 on"),
+        ([0.1, 0.1, *[1.1e-4] * 6], ""),
+        ([1e-3 * (8 - step) / 8 for step in range(8)], ""),
+        ([0.0, 0.0, 0.0, 1e-6, 1e-4, 1e-3, 1e-3, 1e-3], ""),
+        ([1e-3] * 5 + [1e-4, 1e-6, 1e-7], ""),
+        ([1e-3, NAN, NAN, 1e-3, NAN, NAN, 1e-3, NAN], ""),  # batches without an optimizer step
     ],
 )
-def test_a_learning_rate_that_vanishes(rates: list[float], alarm: int) -> None:
+def test_a_learning_rate_that_vanishes(rates: list[float], text: str) -> None:
     """A learning rate that is tiny for a large part of the run is a finding; a warm-up or the end of a decay is not."""
     parameters = {"fc/weight": {**trained("fc")["fc/weight"], "learning_rate": rates}}
     found = run({"fc": {"rms": 1.0}}, None, {**trained("fc"), **parameters})
-    assert brief(found) == [("warning", "learning-rate-vanishes", "")] * alarm
-    assert all("from 0.001 to 1e-10: from step 40 on" in each.verdict for each in found)
+    assert brief(found) == [("warning", "learning-rate-vanishes", "")] * bool(text)
+    assert all(text in each.verdict for each in found)
 
 
 @pytest.mark.parametrize(

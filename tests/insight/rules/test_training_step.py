@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import nan
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from lightning_recorder.graph import capture_graph
+from lightning_recorder.graph import GraphCapture, capture_graph
 from lightning_recorder.graph.model import Edge, Graph, Kind, Node
 from lightning_recorder.insight import Finding
 from tests.insight.records import Values, brief, chain, network, run, trained
@@ -242,3 +242,34 @@ def test_a_loss_that_outweighs_another_one(one: float | list[float], common: boo
     found = run(layers, gradients, graph=heads(common=common))
     assert brief(found) == [("warning", "loss-imbalance", "one")] * alarm
     assert all(each.others == ("two",) for each in found)
+
+
+class Policy(nn.Module):
+    """A step of a policy whose actions have returns."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.net, self.loss = nn.Linear(4, 3), loss
+
+    def forward(self, x: Tensor, actions: Tensor, returns: Tensor) -> Tensor:
+        return self.loss(Categorical(logits=self.net(x)).log_prob(actions), returns)
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_wrong"),
+    [
+        (lambda logs, returns: -(logs.mean() * returns).mean(), True),
+        (lambda logs, returns: -(logs.mean() * (returns - returns.mean())).sum(), True),
+        (lambda logs, returns: (-logs.mean() * returns).mean(), True),
+        (lambda logs, returns: -(logs * returns).mean(), False),
+        (lambda logs, returns: -logs.mean() * returns.mean(), False),
+        (lambda logs, returns: -(logs * returns).mean() - 0.01 * logs.mean(), False),
+    ],
+)
+def test_a_mean_before_the_weights_of_samples(loss: Callable[[Tensor, Tensor], Tensor], is_wrong: bool) -> None:
+    """The numbers of the samples have no effect on a mean that is taken before."""
+    model, inputs = Policy(loss), (torch.randn(8, 4), torch.arange(8) % 3, torch.randn(8))
+    with GraphCapture(model, inputs) as capture:
+        model(*inputs).backward()
+    found = [each for each in run(LAYERS, graph=capture.graph()) if each.rule == "mean-before-weights"]
+    assert brief(found) == [("warning", "mean-before-weights", "")] * is_wrong

@@ -1,0 +1,35 @@
+"""Tests of the rules about samples that also look at the recorded step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_recorder.graph import capture_graph
+from lightning_recorder.insight.data_facts import DataFacts, EpochFacts, LoaderFacts
+from tests.insight.records import Examination
+from tests.insight.rules.test_operations import Function, Shaped, Step, mlp, rows
+
+
+@pytest.mark.parametrize(
+    ("read", "rules"),
+    [
+        (lambda x: x, ["target-in-inputs"]),
+        (lambda x: x.float(), ["target-in-inputs"]),
+        (lambda x: F.pad(x[:, :4], (0, 1)), []),
+        (lambda x: x * torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0]), []),
+        (lambda x: torch.cat((*x.split([4, 1], 1)[:1], torch.zeros(8, 1)), 1), []),
+    ],
+)
+def test_a_step_that_leaves_the_target_out(read: Function, rules: list[str]) -> None:
+    """A target among the inputs is a finding unless the step selects from them, or masks them."""
+    net = torch.nn.Sequential(Shaped(read), mlp(1))
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(y.squeeze(-1), target)
+
+    examination = Examination(capture_graph(Step(net, loss), rows, rows[:, 4]))
+    examination.set_data(DataFacts(LoaderFacts(target_place=4, compared=64), (EpochFacts(0, 0, 9, 8, 64, 64.0, 8.0),)))
+    assert [each.rule for each in examination.findings()] == rules
