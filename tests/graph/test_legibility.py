@@ -252,6 +252,42 @@ def test_a_long_chain_has_sheets(direction: Direction, tmp_path: Path) -> None:
     assert backward_edges(picture, direction) == []
 
 
+def test_a_constant_is_on_the_sheet_of_its_users() -> None:
+    """Learned queries and the functions of them are beside the decoder that takes them, not at the end of the encoder.
+
+    Only the result of the encoder continues on another sheet.
+    """
+
+    def layer(net: Any, x: Tensor, queries: Tensor) -> Tensor:
+        return net.rest(net.one(x + queries) - queries)  # type: ignore[no-any-return]  # the attributes are not declared
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = net.encoder(x)
+        queries = torch.stack([(net.queries * 2).exp() for _ in range(net.times)]).sum(0)
+        for part in net.decoder:
+            x = part(x, queries)
+        return x
+
+    def block() -> Net:
+        return Net(
+            layer, one=linear(), rest=nn.Sequential(*(each() for each in 2 * (linear, nn.ReLU, linear, nn.Tanh)))
+        )
+
+    encoder = nn.Sequential(*(nn.Linear(4 + at, 5 + at) for at in range(16)), nn.Linear(20, 4))
+    net: Any = Net(forward, encoder=encoder, decoder=nn.ModuleList(block() for _ in range(3)))
+    net.queries = nn.Parameter(torch.ones(4))
+    # Nine equal parts are drawn once, in a frame that stays where it is.
+    for times, moved in ((1, {"queries", "mul", "exp", "stack", "sum"}), (9, {"stack", "sum"})):
+        net.times = times
+        renderer = GraphvizRenderer(draw(net, X).view)
+        sheet = {renderer.graph[number].name: at for number, at in renderer._sheet.items()}
+        assert sheet["encoder.16"] < sheet["decoder.0.one"]
+        assert {sheet[name] for name in moved} == {sheet["decoder.0.one"]}
+        leaving = {renderer.graph[source].name for source, _ in renderer._numbers}
+        assert "encoder.16" in leaving
+        assert leaving.isdisjoint(moved)
+
+
 def test_a_tensor_that_changes_its_sheet_is_named_at_both_ends(tmp_path: Path) -> None:
     """Both ends of a skip between sheets have the same number and color, and the name of the other end.
 

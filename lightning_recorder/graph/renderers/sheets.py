@@ -46,8 +46,8 @@ def sheets(graph: Graph, sizes: Mapping[int, tuple[float, float]], *, flat: bool
     """Return the sheet of each drawn node, starting at 0; there is one unless the picture is longer than a page.
 
     No sheet needs a tensor of a later one, except one of the repetition before. A frame of repeated blocks is on one
-    sheet, unless it is nearly as long as a picture of several pages. A tensor that is not computed is on the sheet of
-    the first node that uses it.
+    sheet, unless it is nearly as long as a picture of several pages. A constant is on the sheet of the first node
+    that uses it.
 
     ``sizes`` are the width and height of each drawn node and of the title of each frame, in points. ``flat`` is True if
     the data flows across the page.
@@ -71,6 +71,14 @@ class _Plan:
             edge for edge in graph.edges if not edge.relates("next") and place[edge.source] < place[edge.target]
         ]
         self._atom = {node.id: self._block(node) for node in self._nodes}
+        self._constants: set[int] = set()
+        """The nodes that depend on no input and no module."""
+        into: dict[int, set[int]] = {}
+        for edge in self._onward:
+            into.setdefault(edge.target, set()).add(edge.source)
+        for node in self._nodes:
+            if node.kind not in ("input", "module") and into.get(node.id, set()) <= self._constants:
+                self._constants.add(node.id)
         self._start, self._end = self._places(in_turn=False)
 
     def _block(self, node: Node) -> int:
@@ -176,11 +184,11 @@ class _Plan:
 
     def longest(self, sheet: Mapping[int, int]) -> float:
         """Return the length of the longest sheet, in points."""
-        # A constant without users on its sheet is drawn anywhere.
+        # A constant is drawn anywhere before its users, and anywhere if these are on another sheet.
         free = set(sheet)
         for edge in self._onward:
             if edge.source in sheet and sheet[edge.source] == sheet.get(edge.target):
-                free -= {edge.source, edge.target}
+                free -= {edge.source, edge.target} - self._constants
         ends: dict[int, list[float]] = {}
         for node in sheet.keys() - free:
             ends.setdefault(sheet[node], []).extend((self._start[node], self._end[node]))
@@ -195,6 +203,7 @@ class _Plan:
             first[atom] = min(first.get(atom, sheet[node]), sheet[node])
         self._put_in_order(first)
         self._mend(first)
+        self._put_near_users(first)
         return self._without_short({node: first[atom] for node, atom in self._atom.items()})
 
     def _without_short(self, sheet: dict[int, int]) -> dict[int, int]:
@@ -215,6 +224,30 @@ class _Plan:
                 source, target = self._atom[edge.source], self._atom[edge.target]
                 if sheet[target] < sheet[source]:
                     sheet[target], changed = sheet[source], True
+
+    def _put_near_users(self, sheet: dict[int, int]) -> None:
+        """Move constants, such as the queries of a DETR, to the sheet of their first user.
+
+        One stays if no other part of a frame around it is on that sheet, or if several of its sources stay.
+        """
+        users: dict[int, set[int]] = {}
+        into: dict[int, set[int]] = {}
+        for edge in self._onward:
+            users.setdefault(edge.source, set()).add(self._atom[edge.target])
+            into.setdefault(edge.target, set()).add(self._atom[edge.source])
+        inside: dict[int, set[int]] = {}
+        for node in self._nodes:
+            for call in self._graph.ancestors(node):
+                inside.setdefault(call.id, set()).add(self._atom[node.id])
+        free = [each for each in self._nodes if each.id in self._constants and self._atom[each.id] == each.id]
+        for node in reversed(free):
+            first = min((sheet[each] for each in users.get(node.id, ())), default=sheet[node.id])
+            around = (inside[call.id] - {node.id} for call in self._graph.ancestors(node))
+            if all(any(sheet[each] == first for each in atoms) for atoms in around):
+                sheet[node.id] = first
+        for node in free:
+            before = [sheet[each] for each in into.get(node.id, ()) if sheet[each] < sheet[node.id]]
+            sheet[node.id] = max(before) if len(before) > 1 else sheet[node.id]
 
     def _mend(self, sheet: dict[int, int]) -> None:
         """Move a small part of a frame that was cut to the sheet with the rest, where its tensors allow that."""

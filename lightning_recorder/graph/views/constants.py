@@ -8,7 +8,7 @@ from dataclasses import replace
 from lightning_recorder.graph.model import IN_PLACE, RECOMPUTED, VMAPPED, Graph, Node
 from lightning_recorder.graph.views.rebuild import rebuilt
 
-__all__ = ["CONSTANT", "join_constants", "join_updates"]
+__all__ = ["CONSTANT", "drop_numbers", "join_constants", "join_updates"]
 
 CONSTANT = "functions, no input"
 """The end of the note of a node that stands for several functions."""
@@ -31,9 +31,8 @@ def join_constants(graph: Graph) -> Graph:
         sources = {edge.source for edge in graph.into(node)}
         for source in sources:
             users.setdefault(source, set()).add(node.id)
-        is_plain = node.kind == "op" and not (node.remark or node.failed or node.parameters or _is_random(node))
         is_setting = node.kind == "buffer" and not any(meta.shape for meta in node.outputs)
-        if is_setting or (is_plain and sources <= constant):
+        if is_setting or (_is_plain(node) and sources <= constant):
             constant.add(node.id)
     target = {node.id: node.id for node in graph.nodes}
     names: dict[int, list[str]] = {}
@@ -55,6 +54,33 @@ def join_constants(graph: Graph) -> Graph:
         if target[node.id] == node.id
     ]
     return rebuilt(graph, nodes, target)
+
+
+def drop_numbers(graph: Graph) -> Graph:
+    """Remove functions that compute one number from nothing but numbers, such as a padding, with its whole buffers.
+
+    They are written as ``2`` or ``0.5`` elsewhere, which is no node. A number stays if a module takes it, if it is a
+    result, or if a tensor is added to it, since it may be the start of a sum. A buffer of a broken number stays as
+    well, such as a temperature.
+
+    Args:
+        graph: A view that is not folded.
+    """
+    numbers: set[int] = set()
+    for node in graph.nodes:
+        one = bool(node.outputs) and not any(meta.shape for meta in node.outputs)
+        is_whole = node.kind == "buffer" and all(meta.dtype.startswith(("int", "uint")) for meta in node.outputs)
+        if one and (is_whole or (_is_plain(node) and {edge.source for edge in graph.into(node)} <= numbers)):
+            numbers.add(node.id)
+    sums = (node for node in graph.nodes if node.kind != "op" or (node.name == "add" and node.id not in numbers))
+    shown = {edge.source for node in sums for edge in graph.into(node)}
+    # What is left of a chain would look as if it had no source.
+    for node in reversed(graph.nodes):
+        if node.id in numbers & shown:
+            shown.update(edge.source for edge in graph.into(node))
+    numbers -= shown
+    kept = [node for node in graph.nodes if node.id not in numbers]
+    return rebuilt(graph, kept, {node.id: node.id for node in kept}) if numbers else graph
 
 
 def join_updates(graph: Graph) -> Graph:
@@ -134,6 +160,10 @@ def _only_for(last: Node, graph: Graph, users: dict[int, set[int]], constant: se
         if node.id in constant and node.scope == last.scope and used and used <= inside:
             inside.add(node.id)
     return [node for node in beside if node.id in inside]
+
+
+def _is_plain(node: Node) -> bool:
+    return node.kind == "op" and not (node.remark or node.failed or node.parameters or _is_random(node))
 
 
 def _is_random(node: Node) -> bool:

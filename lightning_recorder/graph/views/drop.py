@@ -32,6 +32,7 @@ PLUMBING = frozenset(
         "chunk",
         "split",
         "to",
+        "type",
         "type_as",
         "float",
         "detach",

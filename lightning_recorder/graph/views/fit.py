@@ -11,7 +11,7 @@ from typing import Any
 from lightning_recorder.errors import check_integer
 from lightning_recorder.graph.model import Graph, Kind, Node
 from lightning_recorder.graph.views.collapse import collapse
-from lightning_recorder.graph.views.constants import join_constants, join_updates
+from lightning_recorder.graph.views.constants import drop_numbers, join_constants, join_updates
 from lightning_recorder.graph.views.dense import close_dense
 from lightning_recorder.graph.views.dilations import with_dilations
 from lightning_recorder.graph.views.drop import drop_dead_ends, drop_empty_calls, drop_isolated, hide, without
@@ -43,13 +43,14 @@ def fit_view(
     """Return the most detailed view with a limited number of nodes.
 
     Isolated tensors, the parameters and buffers of closed calls, functions that compute nothing (:data:`PLUMBING`), and
-    functions whose results reach neither an output nor the loss are removed, four or more functions that compute a
-    constant become one node, and repeated blocks are folded. Then the greatest depth at which the view fits is used.
-    Without ``depth``, a block of five or more parts is closed if nearly each part takes the results of all parts before
-    it, and a module with more than half of the parameters is opened further as long as the view fits. In a view with
-    less than half of the nodes, the first closed block of each kind is opened as an example, with those that are equal
-    to it, up to two thirds of the nodes. If not even the smallest view fits, a parameter or buffer that two loops use
-    is drawn in each of them. :attr:`Graph.left_out` counts the functions that were removed.
+    functions whose results reach neither an output nor the loss are removed. So are functions that compute one number
+    from nothing else. Four or more functions that compute a constant become one node, and repeated blocks are folded.
+    Then the greatest depth at which the view fits is used. Without ``depth``, a block of five or more parts is closed
+    if nearly each part takes the results of all parts before it, and a module with more than half of the parameters is
+    opened further as long as the view fits. In a view with less than half of the nodes, the first closed block of each
+    kind is opened as an example, with those that are equal to it, up to two thirds of the nodes. If not even the
+    smallest view fits, a parameter or buffer that two loops use is drawn in each of them. :attr:`Graph.left_out` counts
+    the functions that were removed.
 
     Args:
         graph: A recorded graph.
@@ -61,7 +62,8 @@ def fit_view(
             modules that call other modules.
         shapes: Show the functions that only change shapes.
         all: Show these, the functions whose results reach neither an output nor the loss, and each function that
-            computes a constant. With all ``parameters``, unused results are shown too, since they may update a buffer.
+            computes a constant or a number. With all ``parameters``, unused results are shown too, since they may
+            update a buffer.
 
     Raises:
         ArgumentError: If ``max_nodes`` or ``depth`` is below 1.
@@ -208,14 +210,19 @@ def _essential(graph: Graph, folded: Callable[[Graph], Graph], *, shapes: bool, 
     """
     shown = graph if shapes else hide(graph)
     used = shown if dead else drop_dead_ends(shown)
-    joined = folded if constants else lambda view: folded(join_constants(join_updates(view)))
+
+    def joined(view: Graph) -> Graph:
+        return folded(view if constants else join_constants(join_updates(view if dead else drop_numbers(view))))
+
     view = joined(used)
     # Others only update a buffer that is not shown, such as the number of batches.
     unused = {edge.target for edge in shown.edges} - {node.id for node in used.nodes}
     if unused:
         # A function may be unused in the last repetition only.
         view = min(view, drop_empty_calls(drop_dead_ends(joined(shown))), key=lambda each: len(drawn_nodes(each)))
+    numbers = 0 if dead else len(used.nodes) - len(drop_numbers(used).nodes)
     counts = {"shape function": len(graph.nodes) - len(shown.nodes), "unused result": len(unused)}
+    counts["constant number"] = numbers
     return replace(view, left_out=tuple(f"{n} {what}{'s' * (n > 1)}" for what, n in counts.items() if n))
 
 

@@ -75,6 +75,33 @@ def test_a_buffer_of_one_number_is_a_constant() -> None:
     assert [node.name for node in view.nodes if node.kind == "buffer"] == ["table"]
 
 
+def test_a_number_that_is_computed_is_left_out() -> None:
+    """A number from whole buffers and numbers is no node, as a literal is none; the caption counts its functions.
+
+    A number that is a result, or that a layer or a sum takes, stays with its sources, and so does one of data, of a
+    broken number or of chance.
+    """
+
+    def forward(net: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        size = (net.kernel - 1) // 2
+        x = net.fc(x) * size * torch.tensor(2.0).log() + torch.rand(()) * net.heat.exp() * x.mean()
+        return net.fc(x * net.act(torch.tensor(0.5).neg())), torch.zeros(()) + x.sum()
+
+    net = Net(forward, fc=linear(), act=nn.ReLU())
+    net.register_buffer("kernel", torch.tensor(3))
+    net.register_buffer("heat", torch.tensor(1.0))
+    graph = capture_graph(net, X)
+    view = fit_view(graph)
+    shown = ["mul", "mul", "rand", "exp", "mul", "mean", "mul", "add", "tensor", "neg", "mul", "zeros", "sum", "add"]
+    assert _functions(view) == shown
+    assert [node.name for node in view.nodes if node.kind == "buffer"] == ["heat"]
+    assert view.left_out == ("5 constant numbers",)
+    whole = fit_view(graph, all=True)
+    assert whole.left_out == ()
+    assert {"sub", "log"} < {*_functions(whole)}
+    assert [node.name for node in whole.nodes if node.kind == "buffer"] == ["kernel", "heat"]
+
+
 @pytest.mark.parametrize("way", ["data", "mul_", "lerp_"])
 def test_a_moving_average_is_one_node(way: str) -> None:
     """The functions that update a second network are one node, which lists the parameters that no layer shows."""

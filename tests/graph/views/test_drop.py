@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor, nn
@@ -78,6 +80,13 @@ def test_hide_counts_tensors() -> None:
     """Two paths through hidden functions to one node are two tensors."""
     graph = capture_graph(Net(lambda _, x: torch.add(*x.exp().chunk(2, dim=1))), X)
     assert outline(hide(graph, ("chunk",))) == "input\nexp <- input\nadd <- exp ×2"
+
+
+@pytest.mark.parametrize("cast", [lambda x: x.to(torch.float64), lambda x: x.type(torch.float64), lambda x: x.double()])
+def test_a_change_of_the_dtype_is_hidden(cast: Callable[[Tensor], Tensor]) -> None:
+    """Each way to write it is a function that computes nothing."""
+    graph = capture_graph(Net(lambda _, x: cast(x.exp()).cos()), X)
+    assert outline(hide(graph)) == "input\nexp <- input\ncos <- exp"
 
 
 def test_hide_leaves_what_takes_several_tensors() -> None:
