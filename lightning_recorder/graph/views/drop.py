@@ -11,7 +11,7 @@ from lightning_recorder.errors import ArgumentError
 from lightning_recorder.graph.model import Edge, Graph, Kind, Node
 from lightning_recorder.graph.views.rebuild import rebuilt
 
-__all__ = ["PLUMBING", "drop_dead_ends", "drop_empty_calls", "drop_isolated", "hide", "without"]
+__all__ = ["PLUMBING", "drop_dead_ends", "drop_empty_calls", "drop_isolated", "drop_zeros", "hide", "without"]
 
 PLUMBING = frozenset(
     (
@@ -113,6 +113,23 @@ def hide(graph: Graph, names: Collection[str] = PLUMBING) -> Graph:
     ]
     edges = [_led_past(edge, past, graph) for edge in graph.edges if edge.target not in gone]
     return rebuilt(graph, kept, {node.id: node.id for node in kept}, edges)
+
+
+def drop_zeros(graph: Graph) -> Graph:
+    """Remove additions of the number 0, such as of the length of an empty cache, and lead their input past them.
+
+    Args:
+        graph: A view, folded if it is to be: the first function of a sum adds 0, and folds with the others.
+    """
+    related = {end for edge in graph.edges if edge.across for end in (edge.source, edge.target)}
+    past: dict[int, Edge] = {}
+    for node in graph.nodes:
+        is_zero = node.kind == "op" and node.name == "add" and node.arguments == (("other", "0"),)
+        if is_zero and not (node.remark or node.failed) and len(graph.into(node)) == 1 and node.id not in related:
+            past[node.id] = _led_past(graph.into(node)[0], past, graph)
+    kept = [node for node in graph.nodes if node.id not in past]
+    edges = [_led_past(edge, past, graph) for edge in graph.edges if edge.target not in past]
+    return rebuilt(graph, kept, {node.id: node.id for node in kept}, edges) if past else graph
 
 
 def _is_empty(node: Node) -> bool:

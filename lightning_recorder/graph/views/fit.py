@@ -14,7 +14,14 @@ from lightning_recorder.graph.views.collapse import collapse
 from lightning_recorder.graph.views.constants import drop_numbers, join_constants, join_updates
 from lightning_recorder.graph.views.dense import close_dense
 from lightning_recorder.graph.views.dilations import with_dilations
-from lightning_recorder.graph.views.drop import drop_dead_ends, drop_empty_calls, drop_isolated, hide, without
+from lightning_recorder.graph.views.drop import (
+    drop_dead_ends,
+    drop_empty_calls,
+    drop_isolated,
+    drop_zeros,
+    hide,
+    without,
+)
 from lightning_recorder.graph.views.fold import contents_of, fold_by_forms
 from lightning_recorder.graph.views.gather import gather
 from lightning_recorder.graph.views.own_tensors import own_tensors, with_copies
@@ -221,8 +228,9 @@ def _essential(graph: Graph, folded: Callable[[Graph], Graph], *, shapes: bool, 
         # A function may be unused in the last repetition only.
         view = min(view, drop_empty_calls(drop_dead_ends(joined(shown))), key=lambda each: len(drawn_nodes(each)))
     numbers = 0 if dead else len(used.nodes) - len(drop_numbers(used).nodes)
+    with_zeros, view = view, view if dead else drop_zeros(view)
     counts = {"shape function": len(graph.nodes) - len(shown.nodes), "unused result": len(unused)}
-    counts["constant number"] = numbers
+    counts |= {"constant number": numbers, "zero addition": len(with_zeros.nodes) - len(view.nodes)}
     return replace(view, left_out=tuple(f"{n} {what}{'s' * (n > 1)}" for what, n in counts.items() if n))
 
 

@@ -17,6 +17,7 @@ from lightning_recorder.graph import (
     collapse,
     drop_dead_ends,
     drop_isolated,
+    fit_view,
     hide,
     without,
 )
@@ -110,6 +111,31 @@ def test_hide_keeps_what_depends_on_what(graph: Graph) -> None:
     staying = {node.id for node in view.nodes}
     for node_id in staying:
         assert sources_of(view, node_id) == sources_of(graph, node_id) & staying
+
+
+def test_additions_of_zero_are_left_out() -> None:
+    """A sum with the number 0 is its other operand; the start of a sum that is folded, and other numbers, stay."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = net.first(x + 0)
+        total: Any = 0
+        for layer in net.layers:
+            total = total + layer(x)
+        return total + 1  # type: ignore[no-any-return]  # as above
+
+    def views(layers: int) -> tuple[Graph, Graph]:
+        net = Net(forward, first=linear(), layers=nn.ModuleList(linear() for _ in range(layers)))
+        graph = capture_graph(net, X)
+        return fit_view(graph), fit_view(graph, all=True)
+
+    view, whole = views(2)
+    lines = ["input", "first: Linear <- input", "layers.0: Linear <- first", "layers.1: Linear <- first"]
+    assert outline(view) == "\n".join([*lines, "add <- layers.0, layers.1", "add#2 <- add"])
+    assert view.left_out == ("2 zero additions",)
+    assert (len(whole.nodes), whole.left_out) == (len(view.nodes) + 2, ())
+    view, _ = views(4)
+    assert outline(view).endswith("add <- add ×3 next, layers.0 ×4\nadd#2 <- add")
+    assert view.left_out == ("1 zero addition",)
 
 
 def test_drop_isolated() -> None:
