@@ -1,4 +1,4 @@
-"""Acts on bad steps, if the user asks for it: leaves them out, goes back, or lowers the learning rate."""
+"""Act on bad steps, if the user asks for it: skip the step, roll back, or lower the learning rate."""
 
 from __future__ import annotations
 
@@ -30,20 +30,19 @@ ACTIONS = ("lower_lr", "skip", "rollback")
 
 _LOWER_AND_SKIP = "lower_lr+skip"
 _SEEN = "seen"  # a finding without an action: the state is not kept
-# All ranks take the strongest that one wants.
+# In increasing strength. All ranks apply the strongest action that any rank wants.
 _BY_STRENGTH = ("", _SEEN, "lower_lr", _LOWER_AND_SKIP, "skip", "rollback")
-_MOST_REPEATS = 2  # of the same batches in a row: two bad batches may follow each other
+_MOST_REPEATS = 2  # the same batches are repeated at most twice in a row: two bad batches may follow each other
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 _BASE_RATES = ("base_lrs", "max_lrs")
-# The settings of a group that a scheduler changes. If no batches come again, it goes on.
+# The settings of a parameter group that a scheduler changes. If no batches are repeated, the scheduler goes on.
 _SCHEDULED = (*_RATES, "momentum", "betas", "base_momentum", "max_momentum")
 
 
 class StepActions:
     """Acts on the bad steps of one fit.
 
-    An action is decided before the optimizer steps. With several ranks, they agree on it in each step, so that all of
-    them act, or none.
+    The action is chosen before the optimizer steps. In each step, all ranks agree on the same action.
     """
 
     def __init__(
@@ -67,36 +66,36 @@ class StepActions:
         self._lr_factor, self._has_ranks, self._report = lr_factor, has_ranks, report
         self._answers: dict[tuple[str, str, str], tuple[int, str]] = {}
         self._has_failed = self._has_decided = False
-        self._good: list[_Good] = []  # the latest two, in order
-        self._of_epoch: _Good | None = None  # the one at the start of the epoch, if these are not both of it
+        self._good: list[_Good] = []  # the latest two states, in order
+        self._of_epoch: _Good | None = None  # the state at the start of the epoch, if one of the two is older
         self._is_due = False
         self._batches = RepeatedBatches(trainer, device_of(pl_module)) if self._keeps else None
         self._counters = Counters(modules_of(pl_module))
         self._lowered = 1.0  # the product of all factors of the learning rates
-        self._in_step = 0  # the batches of the current step
-        self._plan: tuple[_Good, str] | None = None  # the state to go back to, and why no batches are repeated
-        self._repeats = -1, 0  # the step behind those that repeat others, and how often these were repeated in a row
+        self._in_step = 0  # the number of batches of the current step so far
+        self._plan: tuple[_Good, str] | None = None  # the state to restore, and why no batches are repeated
+        self._repeats = -1, 0  # the first step after the repeated steps, and the number of repetitions in a row
         self._acted: dict[str, Finding] = {}
         self._count = 0
-        self._current = ""  # of _BY_STRENGTH, for the step in progress
+        self._current = ""  # the action on the step in progress, one of _BY_STRENGTH
         self._untouched: _Saved | None = None
         self._scaler_state: dict[str, Any] | None = None
 
     def end(self) -> None:
-        """End the fit: leave the loader as it was."""
+        """End the fit: restore the original loader."""
         if self._batches is not None:
             self._batches.detach()
 
     def add_to_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Let a checkpoint count the batches that are to come again."""
+        """Count the batches that are still to be repeated in a checkpoint."""
         if self._batches is not None:
             self._batches.add_to_checkpoint(checkpoint)
 
     def ask(self, finding: Finding, step: int) -> str:
-        """Return the action for a finding, an empty string for none.
+        """Return the action for a finding, or an empty string for no action.
 
-        A function is called once for each finding. If it returns an action, it is called again at later steps with
-        such a finding.
+        If ``act`` is a function, it is called once for each finding. If it returns an action, it is called again at
+        each later step with the same finding.
         """
         if not callable(self._act):
             return "" if finding.is_note else self._act
@@ -132,7 +131,7 @@ class StepActions:
     # The course of a step.
 
     def begin_epoch(self) -> None:
-        """Begin a fit or an epoch: only batches of the current one can come again."""
+        """Begin a fit or an epoch. Only batches of the current epoch can be repeated."""
         self._of_epoch = None
         for each in self._good:
             each.number = None
@@ -145,7 +144,7 @@ class StepActions:
         return self._batches is not None and self._batches.is_repeated
 
     def rows_of(self, start: Callable[[], list[int] | None] | None) -> list[int] | None:
-        """Return the indices of the samples of the current batch, from a function if it comes for the first time."""
+        """Return the sample indices of the current batch. They come from ``start``, unless the batch is repeated."""
         if self.is_repeated:
             return self._batches.rows  # type: ignore[union-attr]  # as is_repeated says
         rows = None if start is None else start()
@@ -154,7 +153,7 @@ class StepActions:
         return rows
 
     def begin_batch(self) -> None:
-        """Begin a batch. Every rank must call it equally often."""
+        """Begin a batch. Must be called equally often on every rank."""
         self._has_decided = False
         self._in_step += 1
         if self._keeps and self._in_step == 1:
@@ -170,10 +169,10 @@ class StepActions:
         *,
         has_cause: bool = False,
     ) -> None:
-        """Decide on the action before an optimizer steps, and prepare it. Every rank must call it equally often.
+        """Choose and prepare the action before an optimizer steps. Must be called equally often on every rank.
 
-        ``has_cause`` is True if the finding names the origin or the row of its value, and is not about a gradient that
-        may come from another rank.
+        ``has_cause`` is True if the finding names the origin of the bad value or the sample that caused it. It is False
+        for a gradient that may come from another rank.
         """
         if not self._has_decided:  # an optimizer may compute the gradients of a step several times
             self._has_decided = True
@@ -199,7 +198,7 @@ class StepActions:
         return self._current in (_LOWER_AND_SKIP, "skip", "rollback")
 
     def _agreed(self, wanted: str, *, has_cause: bool) -> tuple[str, int, bool]:
-        """Return the action that all ranks take, a rank that wants it, and True if it names a cause. A collective."""
+        """Return the agreed action, a rank that wants it, and True if that rank names a cause. A collective."""
         if not self._has_ranks:
             return wanted, 0, has_cause
         number, ranks = 2 * _BY_STRENGTH.index(wanted) + (has_cause and wanted != ""), self._trainer.world_size
@@ -231,11 +230,11 @@ class StepActions:
         self._note(because, math.nan if reading is None else reading.values[0])
 
     def _drop_gradients(self, optimizer: Any) -> None:
-        """Let an optimizer change nothing: torch's skip parameters that have no gradient."""
+        """Remove the gradients, so that the optimizer changes nothing: those of torch skip parameters without one."""
         scaler: Any = getattr(self._trainer.precision_plugin, "scaler", None)
         parameters = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
-            # Without a gradient, the scaler would raise. It skips a step with an infinite one.
+            # Without gradients, the scaler would raise an error. With an infinite gradient, it skips the step.
             for each in parameters:
                 each.grad.fill_(math.inf)
             return
@@ -243,7 +242,7 @@ class StepActions:
             each.grad = None
 
     def _planned(self) -> tuple[_Good, str]:
-        """Return the state to go back to, and why the batches since then do not come again. A collective."""
+        """Return the state to restore, and the reason why the batches since then are not repeated. A collective."""
         states, step = self._states(), logged_step(self._trainer)
         good = next((each for each in states if each.number is not None), None)
         before, repeats = self._repeats
@@ -269,7 +268,7 @@ class StepActions:
         return all(bool(local_values(each.detach()).isfinite().all()) for group in groups for each in group["params"])
 
     def end_batch(self, *, has_stepped: bool) -> bool:
-        """End a batch: complete the action, or note that the state after a step without a bad value is to be kept.
+        """End a batch: complete the action. If there is none, schedule the next copy of the state.
 
         Returns:
             True if the step was left out.
@@ -297,7 +296,7 @@ class StepActions:
         return is_left_out
 
     def _go_back(self, good: _Good, why_not: str) -> None:
-        """Restore a state, and let the batches since then come again unless there is a reason not to."""
+        """Restore a state, and repeat the batches since then unless ``why_not`` gives a reason against it."""
         batches, number = self._batches, good.number
         self._good, self._of_epoch, self._is_due = [], None, False  # the next batch begins with a state to keep
         if why_not or batches is None or number is None:
@@ -311,7 +310,7 @@ class StepActions:
             if good.lowered != self._lowered:
                 _lower_rates(self._trainer, self._lowered / good.lowered)
         else:
-            good.saved.restore(but=_SCHEDULED)  # a schedule of epochs has made its step
+            good.saved.restore(but=_SCHEDULED)  # a scheduler that steps once per epoch has already stepped
         if good.scaler is not None:
             self._set_scaler(good.scaler)
         _set_floats(good.counters)
@@ -323,10 +322,12 @@ class StepActions:
         scaler.load_state_dict(state)
 
     def _keep(self, *, is_regular: bool) -> None:
-        """Keep the state before a batch, and the one before, which is used: the cause may be some steps back.
+        """Keep the state before this batch, and the previous state.
+
+        A rollback restores the previous state, because the cause may be some steps back.
 
         Args:
-            is_regular: False for one at the start of an epoch that is kept in addition.
+            is_regular: False for an additional state at the start of an epoch.
         """
         with pause_recording():
             buffers = [each for _, each in named_buffers_of(self._pl_module)]
@@ -354,7 +355,7 @@ class StepActions:
         return sorted(states, key=lambda each: each.step)
 
     def _note(self, because: str, loss: float) -> None:
-        """Report an action, and that there will be no more."""
+        """Report an action. After the last allowed action, also log that no more will follow."""
         step, action = logged_step(self._trainer), self._current.partition("+")[0]
         note = finding_of_action(
             action,
@@ -379,7 +380,7 @@ class _Good:
     """The state before a batch."""
 
     step: int  # counted as self.log does
-    number: int | None  # of the batch, among those of the epoch in progress
+    number: int | None  # the number of the batch in the current epoch; None if it is of an earlier epoch
     saved: _Saved
     schedules: list[Any]  # the states of the schedulers
     scaler: dict[str, Any] | None
@@ -388,7 +389,7 @@ class _Good:
 
 
 class _Saved:
-    """A copy of the states of optimizers, of the parameters that they change, and of buffers."""
+    """A copy of optimizer states, of the parameters of these optimizers, and of buffers."""
 
     def __init__(self, optimizers: Iterable[Any], buffers: Iterable[Tensor] = ()) -> None:
         self._optimizers = [
@@ -400,7 +401,7 @@ class _Saved:
         self._values = [(each, each.detach().clone()) for each in [*changed, *buffers]]
 
     def restore(self, but: tuple[str, ...] = ()) -> None:
-        """Set everything back, except for some settings of groups of parameters."""
+        """Restore everything except the settings of parameter groups that are named in ``but``."""
         with torch.no_grad():
             for tensor, values in self._values:
                 tensor.data.copy_(values)
@@ -411,7 +412,7 @@ class _Saved:
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of a state; the parameters that are its keys stay the same."""
+    """Return a deep copy of a state. Dictionary keys, such as parameters, are not copied."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -432,7 +433,7 @@ def _refill_settings(group: dict[str, Any], settings: dict[str, Any], but: tuple
 
 
 def _refill(table: Any, values: dict[Any, Any]) -> None:
-    """Give a dictionary the values of its copy, which stays a copy."""
+    """Restore the values of a dictionary in place from a copy, which remains independent."""
     for key in [key for key in table if key not in values]:
         del table[key]
     for key, value in values.items():
@@ -440,7 +441,7 @@ def _refill(table: Any, values: dict[Any, Any]) -> None:
 
 
 def _put_back(now: Any, value: Any) -> Any:
-    """Return an earlier value, in the current object if that is a tensor or a dictionary like it."""
+    """Return an earlier value. A tensor of the same shape and dtype, or a dictionary, is restored in place."""
     if isinstance(value, Tensor) and isinstance(now, Tensor) and now.shape == value.shape and now.dtype == value.dtype:
         # Code that a program has compiled or captured may refer to the tensor.
         return now.copy_(value)
@@ -457,9 +458,9 @@ def _leaves_alone(optimizer: Any) -> bool:
 
 
 def _set_back(kept: KeptBatch) -> None:
-    """Set buffers, random numbers and the floats that a model counts with back to their values before a batch.
+    """Restore buffers, random number generators and float counters of the model to their values before a batch.
 
-    Whole numbers, such as counts of steps, go on.
+    Integers, such as counts of steps, keep their current values.
     """
     for table, name, values in kept.buffers:
         buffer = dict.get(table, name)
@@ -483,7 +484,7 @@ def _scaler_state(trainer: Trainer) -> dict[str, Any] | None:
 
 
 def _lower_rates(trainer: Trainer, factor: float) -> None:
-    """Multiply all learning rates by a factor, with those that the schedulers start from."""
+    """Multiply all learning rates by a factor, including the base rates of the schedulers."""
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
             for name in _RATES:

@@ -35,15 +35,15 @@ class ActivationRecorder(TensorsCallback):
             call, positional or by keyword, also in nested containers; their tags are ``activations/<module>/in[0]/…``
             and ``activations/<module>/in.mask/…``.
         per_call: Keep the calls of a module that is called several times in a batch apart. The tags of its second call
-            are ``activations/<module>#2/…``. By default, all calls are merged.
+            are ``activations/<module>#2/…``. By default, the statistics of all calls are merged.
         functions: The torch functions whose outputs are recorded as well: any of ``"activations"``, ``"losses"``,
             ``"dropout"``, ``"normalizations"``, ``"attention"``, ``"embedding"``, ``"routing"``, names such as
             ``"relu"``, and ``"heads"`` and ``"experts"``, the scores of each head inside of attention and of each
             expert of a router. True for all of them, False for none; the default is activations, losses, heads and
-            experts. Tags are those of a module, such as ``activations/encoder.relu/…``, and ``encoder.relu#2`` for the
-            second call in a call of ``encoder``. ``names``, ``types`` and ``exclude`` apply to functions, too. A
-            function that is all of a module, as in ``nn.ReLU``, is recorded as the module. Functions in compiled code
-            are recorded only if it runs eagerly.
+            experts. Tags have the form of module tags: ``activations/encoder.relu/…`` for the first call of the
+            function in a call of ``encoder``, ``encoder.relu#2`` for the second. ``names``, ``types`` and ``exclude``
+            apply to functions, too. If a module only calls the function, as ``nn.ReLU`` does, the module is recorded
+            instead. Functions in compiled code are recorded only if it runs eagerly.
         types: Module classes or their names. If ``names`` is also given, a module must match both.
         exclude: Names or globs of modules to leave out.
         every_n_train_steps: Record the first optimizer step and then every n-th one. Defaults to
@@ -57,7 +57,7 @@ class ActivationRecorder(TensorsCallback):
             ``zero_fraction``, ``nan_count``, ``inf_count``, ``batch_spread``, ``rank_mean_min``, ``rank_mean_max`` and
             quantiles such as ``quantile_0.99``. ``batch_spread`` is the part of the size of an output ``[samples,
             features]`` that differs between samples. ``rank_mean_min`` and ``rank_mean_max`` are the smallest and the
-            largest mean of any single rank. Quantiles are estimated from the histogram.
+            largest mean on any single rank. Quantiles are estimated from the histogram.
         extra: Further reductions of the same tensors, computed with torch operations: a reduction of this package, such
             as ``Norms()``; a ``torchmetrics.Metric``; a function of the previous result, initially the first tensor,
             and the next tensor, such as ``torch.maximum``; the import path of one; or a list, or a mapping from names
@@ -67,9 +67,9 @@ class ActivationRecorder(TensorsCallback):
         outputs: Files, plots and their limits; see :class:`~lightning_recorder.Outputs`. By default: record files and
             plots in ``<log_dir>/recorder``, and a file of tensors beside each checkpoint.
         compiled: ``"inside"`` records compiled modules inside their compiled code, which is compiled once more for
-            recorded steps; the other steps then have the bits of the compiled run. ``"eager"`` runs compiled modules
+            recorded steps; the other steps stay bitwise equal to the compiled run. ``"eager"`` runs compiled modules
             and functions eagerly on recorded steps and lists them in the log and in the receipt. ``"auto"`` is
-            ``"inside"`` where that is tested, and otherwise ``"eager"``, with the reason in the log. ``"skip"`` leaves
+            ``"inside"`` where this is tested, and otherwise ``"eager"``, with the reason in the log. ``"skip"`` leaves
             compiled code compiled and does not record the modules in it.
         name: A name that distinguishes this callback from others of the same class. It is used in checkpoints, in the
             names of dumps and in the tags, which then begin with ``<group>-<name>``.

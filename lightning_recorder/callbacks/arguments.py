@@ -74,7 +74,7 @@ def _where_it_is(name: object) -> str:
 
 
 def checked_histograms(given: object) -> tuple[bool, int | None]:
-    """Return whether histograms are shown, and the number of values of a tensor that they count, if it is limited.
+    """Return True if histograms are shown, and the maximum number of values that they count per tensor, if limited.
 
     Raises:
         ArgumentError: If the argument is neither a bool nor a positive integer.
@@ -131,7 +131,7 @@ def checked_sinks(given: object) -> list[Sink]:
 
 
 def in_words(value: object) -> object:
-    """Return a setting in a form that is equal in every process."""
+    """Return a setting in a form that compares equal in all processes."""
     if isinstance(value, type):
         return value.__name__
     if isinstance(value, (tuple, list)):

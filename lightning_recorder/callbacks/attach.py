@@ -42,8 +42,8 @@ _said: set[str] = set()
 class AttachRecorders(Callback):
     """Adds the recorders that ``LIGHTNING_RECORDER`` asks for to a trainer at the start of its first run.
 
-    The recorders are not added when the trainer is made, since only then is it known which recorders the program and
-    the model have themselves.
+    The recorders are not added at the construction of the trainer: the recorders of the program and of the model are
+    known only when the run starts.
 
     Lightning appends this callback to the list that the program gave the trainer. It removes itself from that list when
     a run starts, so that a program which uses its list again, or saves it, does not find a callback of this package.
@@ -53,7 +53,7 @@ class AttachRecorders(Callback):
         self._given = _list_to_extend()
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name not in SET_BY_LIGHTNING:  # they would keep the model alive
+        if name not in SET_BY_LIGHTNING:  # these attributes would keep the model alive
             super().__setattr__(name, value)
 
     def __reduce__(self) -> tuple[type[AttachRecorders], tuple[()]]:
@@ -73,7 +73,7 @@ class AttachRecorders(Callback):
 def _list_to_extend() -> list[Any] | None:
     """Return the list of callbacks that a Trainer under construction extends, or ``None`` if it cannot be found.
 
-    Lightning passes nothing to a factory, so it is read from the frame of the caller.
+    Lightning passes nothing to a factory, so the list is read from the frame of the caller.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name != "on_trainer_init":
@@ -84,9 +84,9 @@ def _list_to_extend() -> list[Any] | None:
 
 
 def _attach(trainer: Trainer, after: AttachRecorders) -> None:
-    """Insert new recorders into the callbacks of a trainer, behind another callback.
+    """Insert new recorders into the callbacks of a trainer, directly after another callback.
 
-    Lightning iterates over this list in ``setup``, so it also calls the hook of the inserted recorders.
+    Lightning iterates over this list in ``setup``, so it also calls ``setup`` of the inserted recorders.
     """
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set in Trainer.__init__
     present = [each for each in callbacks if isinstance(each, RecorderCallback)]
@@ -136,7 +136,7 @@ def is_set_everywhere(world_size: int) -> bool:
 
 
 def new_checks(callbacks: list[Any]) -> list[Check]:
-    """Return a new check, unless the program has one, which is then told to end the program if that is asked for."""
+    """Return a new check, unless the program has one. That check then ends the program, if the variable asks for it."""
     only = setting().lower() == CHECK_ONLY
     own = [each for each in callbacks if isinstance(each, Check)]
     for each in own:
@@ -148,7 +148,7 @@ def new_checks(callbacks: list[Any]) -> list[Check]:
 
 
 def new_recorders(present: list[RecorderCallback]) -> list[RecorderCallback]:
-    """Return new recorders, except those that would repeat or clash with one that the program has."""
+    """Return new recorders, except those that would duplicate or conflict with a recorder of the program."""
     is_default = is_default_set(setting())
     found: list[RecorderCallback] = []
     for make in [None] if is_default else _configured(setting()):
@@ -184,7 +184,7 @@ def _configured(value: str) -> list[Callable[[], RecorderCallback]]:
 
 @lru_cache(maxsize=1)
 def _read(path: Path, mtime_ns: int, folder: Path) -> tuple[list[Callable[[], RecorderCallback]], list[str]]:
-    """Read a configuration file, again only if it or the current folder has changed."""
+    """Read a configuration file. The result is cached until the file or the current folder changes."""
     return read_recorders(path)
 
 
@@ -228,7 +228,7 @@ def read_recorders(path: Path) -> tuple[list[Callable[[], RecorderCallback]], li
 
 
 def _entries(content: Any) -> list[Any]:
-    """Return the callbacks of a file; a single one may be given without a list."""
+    """Return the list of callbacks in a configuration file. A single callback may be given without a list."""
     found = content
     for key in ("trainer", "callbacks"):
         if isinstance(found, Mapping) and key in found:
@@ -292,5 +292,5 @@ def _make(parser: Any, config: Any) -> RecorderCallback:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """Return the text of an error in one line, without the name of the argument that only this file uses."""
+    """Return the text of an error in one line, without the argument name that only this module uses."""
     return " ".join(str(error).split()).removeprefix('Parser key "recorder": ') or type(error).__name__

@@ -46,7 +46,7 @@ Compiled = Literal["auto", "eager", "inside", "skip"]
 
 
 class _Folder(FilesSink):
-    """Writes everything except scalars and histograms, which are in the records."""
+    """Writes everything except scalars and histograms, because the records have them."""
 
     write_scalars = Sink.write_scalars
     write_histograms = Sink.write_histograms
@@ -97,7 +97,7 @@ class RecorderCallback(GuardedCallback):
     _keeps_state: ClassVar[bool] = False
     """True if checkpoints contain a state of the callback under its ``state_key``."""
     _ignored: ClassVar[Mapping[str, str]] = {}
-    """The options of ``schedule`` and ``outputs`` that the callback does not use, and the code to write instead."""
+    """The options of ``schedule`` and ``outputs`` that the callback ignores, each with the code to write instead."""
 
     _sink: MultiSink | None
     _artifact_sinks: MultiSink | None  # the same sinks, without the fallback of the loggers
@@ -126,7 +126,7 @@ class RecorderCallback(GuardedCallback):
     def _idle(self) -> dict[str, Any]:
         """Return the attributes that belong to a run, with their initial values.
 
-        A constructor sets them last. Copies and unpickled callbacks start with new ones.
+        A constructor sets them last. Copies and unpickled callbacks start with the initial values.
         """
         return {
             "_sink": None,
@@ -136,7 +136,7 @@ class RecorderCallback(GuardedCallback):
             "_trainer": None,  # the trainer of the recorded run
             "_directory": None,  # the folder of the run's recordings
             "_has_warned_of_nested_run": False,
-            "_resumed": None,  # the trainer and the label from the checkpoint that it resumes
+            "_resumed": None,  # the trainer, and the label in the checkpoint that it resumes from
         }
 
     @abstractmethod
@@ -144,13 +144,13 @@ class RecorderCallback(GuardedCallback):
         """Prepare for a run. The model is complete and on its device."""
 
     def _silences(self, trainer: Trainer, function: str) -> Iterable[Silence]:
-        """Return why a run, which no exception ended, recorded nothing; nothing if it has. Called on rank 0."""
+        """Return the reasons why a run recorded nothing. Called on rank 0 if no exception ended the run."""
         return ()
 
     def _skip_modules(
         self, pl_module: LightningModule, modules: dict[str, nn.Module], *, without_hooks: bool = True
     ) -> list[str]:
-        """Remove the modules that take no hooks, and compiled ones if they are to be skipped; return their names."""
+        """Remove modules that support no hooks, and compiled modules if these are skipped. Return the removed names."""
         compiled = compiled_modules(pl_module) if self.compiled == "skip" else ModuleSet()
         skipped = [
             name
@@ -182,14 +182,14 @@ class RecorderCallback(GuardedCallback):
         self._enabled = True
 
     def _callbacks_of_group(self, trainer: Trainer) -> list[RecorderCallback]:
-        """Return the callbacks of the trainer that share this one's group, and with it the labels."""
+        """Return the callbacks of the trainer with the same group. Their labels must be unique."""
         return [each for each in _recorders(trainer) if each.group == self.group]
 
     def label(self, trainer: Trainer) -> str:
         """Return the label of this callback, which is used in file names and in tags without a module.
 
-        The label is the group followed by the callback's name. Callbacks without a name use the group alone for the
-        first one and the group and a number for the others. Labels are unique within a trainer.
+        The label is the group followed by the callback's name. Without names, the first callback has the group as its
+        label, and the others have the group and a number. Labels are unique within a trainer.
         """
         alike = self._callbacks_of_group(trainer)
         resumed = [each._resumed_label(trainer) for each in alike]
@@ -197,7 +197,7 @@ class RecorderCallback(GuardedCallback):
         return next((label for each, label in zip(alike, found, strict=True) if each is self), self.group)
 
     def _resumed_label(self, trainer: Trainer) -> str:
-        """Return the label that the callback had in the resumed run, or an empty string if there is none."""
+        """Return the label of the callback in the run that is resumed, or an empty string if none is known."""
         if self.name or self._resumed is None or self._resumed[0]() is not trainer:
             return ""
         label = self._resumed[1]
@@ -247,14 +247,14 @@ class RecorderCallback(GuardedCallback):
         """Remove hooks that are for training batches only. Called before validation and test."""
 
     def _abandon_batch(self, trainer: Trainer, exception: Exception | None) -> None:
-        """Remove the hooks of a training batch that does not end. Called by a plain loop, which may go on."""
+        """Remove the hooks of a training batch that failed. Called by a plain loop, which may continue."""
         self._before_evaluation(trainer)
 
     def _start_run(self, trainer: Trainer, pl_module: LightningModule, function: str) -> None:
         """Start recording a run. A validation inside a fit is not a run of its own."""
         if running_function(trainer) != function or not self._begins_with(function):
             return
-        self.__dict__.pop("state_key", None)  # from a run that has not ended
+        self.__dict__.pop("state_key", None)  # cached by a run that has not ended
         self._show_hooks()
         self._release(trainer)
         self._function, self._began = "", None
@@ -330,7 +330,7 @@ class RecorderCallback(GuardedCallback):
             sink.replay()
 
     def _repr_html_(self) -> str | None:
-        """Return a summary of the recorded run for a notebook; ``None`` if nothing is recorded yet."""
+        """Return an HTML summary of the recorded run for a notebook, or ``None`` if nothing is recorded yet."""
         if self._directory is None:
             return None
         log_dir = self._directory.parent
@@ -353,7 +353,7 @@ class RecorderCallback(GuardedCallback):
         self.__dict__.update(self._idle())
 
     def _lose(self, values: Iterable[object]) -> None:
-        """Remember the objects that could not be pickled."""
+        """Keep the objects that could not be pickled."""
         lost = [value.what for value in values if isinstance(value, Lost)]
         if lost:
             self._lost = (*self._lost, *lost)

@@ -47,8 +47,8 @@ from lightning_recorder.temporary import write_bytes
 
 __all__ = ["Check"]
 
-_COPIES = 4  # of the parameters: for a pass, a training, an optimizer with two states
-_MOST_BYTES = 2**28  # of a validation batch that is kept
+_COPIES = 4  # copies of the parameters in memory: for a pass, a training, an optimizer with two states
+_MOST_BYTES = 2**28  # the maximum size of a validation batch that is kept
 
 
 class Check(GuardedCallback):
@@ -74,9 +74,9 @@ class Check(GuardedCallback):
         The training is bitwise the same as without the check: parameters, buffers, attributes of modules, gradients,
         random numbers, optimizers and the position of the loader are restored or never touched. The batch is the one
         that Lightning has already loaded, and is copied for each pass. Nothing is logged by the repeated steps. Side
-        effects outside of the model and of torch, such as writing a file, happen again in each repetition. A batch
-        of the validation is known if Lightning has run its sanity check. In a run with several processes, only their
-        first batches and parameters are compared. A run that is resumed is not checked.
+        effects outside of the model and of torch, such as writing a file, happen again in each repetition. A validation
+        batch is available only if Lightning has run its sanity check. In a run with several processes, only the first
+        batches and the parameters of the processes are compared. A resumed run is not checked.
 
     Example::
 
@@ -160,14 +160,14 @@ class Check(GuardedCallback):
             self._show(directory, self.result)
 
     def _answer_of_ranks(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> Answer | None:
-        """Return the answer about several ranks, if there are any and the question is asked. A collective."""
+        """Return the answer to the question about ranks; None if it is not asked, or with one rank. A collective."""
         is_asked = any(each.name == RANKS.name for each in self.questions)
         if not is_asked or trainer.world_size < 2 or not Exchange.is_needed():
             return None
         own: RankStart | None = None
         try:
             own = _start_of(trainer, pl_module, batch)
-        finally:  # the other ranks wait
+        finally:  # the other ranks wait for this one
             gathered: list[RankStart | None] = [None] * trainer.world_size
             torch.distributed.all_gather_object(gathered, own)
         if trainer.overfit_batches:  # type: ignore[attr-defined]  # set by a connector
@@ -207,7 +207,7 @@ def _why_not(trainer: Trainer, pl_module: LightningModule) -> str:
 
 
 def _without_step(question: Question, why: str, ranks: Answer | None) -> Answer:
-    """Return the answer to a question if the step cannot be repeated: only that about the ranks may have one."""
+    """Return the answer to a question if the step cannot be repeated. Only the question about ranks can be answered."""
     if ranks is not None and question.name == RANKS.name:
         return replace(ranks, question=question.name, expected=question.expects, asks=question.asks)
     return Answer("no answer", why, question=question.name, asks=question.asks)
@@ -266,7 +266,7 @@ def _bench(trainer: Trainer, pl_module: LightningModule, batch: Any, validation_
 
 
 def _has_validation(pl_module: LightningModule) -> bool:
-    """Return True if the model has a validation step of its own, with either name of Lightning."""
+    """Return True if the model overrides the validation step, under either package name of Lightning."""
     return not pl_module.validation_step.__qualname__.startswith("LightningModule.")
 
 
@@ -304,7 +304,7 @@ def _clip(trainer: Trainer, parameters: list[Any]) -> None:
 
 
 def _without_autocast(trainer: Trainer) -> Any:
-    """Return a function that makes a context without autocast, or None if the run has none."""
+    """Return a function that makes a context without autocast, or None if the run does not use autocast."""
     plugin: Any = trainer.precision_plugin
     if not hasattr(plugin, "autocast_context_manager"):
         return None

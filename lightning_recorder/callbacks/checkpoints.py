@@ -40,7 +40,7 @@ class CheckpointWatch:
         self._found: dict[Path, int] = {}
         self._is_active = self._has_failed = False
         self.is_pending = False
-        """True if a checkpoint was announced since the last :meth:`look`, which is a no-op otherwise."""
+        """True if a checkpoint was announced since the last :meth:`look`. If False, :meth:`look` does nothing."""
 
     def begin(self, trainer: Trainer) -> None:
         """Start watching a run. The functions given to the constructor are called from now on."""
@@ -95,7 +95,7 @@ class CheckpointWatch:
             self._ended()
 
     def _call(self, function: Callable[[Path], object], path: Path) -> None:
-        """Call ``function`` and warn on an error, after which no dumps are written, so that the checkpoint is kept."""
+        """Call ``function``. An error gives a warning and ends the dumps, but does not affect the checkpoint."""
         try:
             if not self._has_failed:
                 function(path)

@@ -27,15 +27,15 @@ class CostRecorder(StatisticsCallback):
 
     The tags are ``costs/<module>/<cost>/mean``, the mean over the calls of a recorded step:
 
-    - ``forward_ms``: the time of a call, with all calls inside it;
+    - ``forward_ms``: the time of a call, including all calls inside it;
     - ``backward_ms``: the time from the first gradient of its output to the last gradient of its input, or of its
       parameters if the input needs none;
     - ``saved_bytes``: the memory that its operations keep for the backward pass, without the model's own tensors;
-    - ``allocated_bytes``: on a GPU, the largest allocated memory at the beginning or end of the call and of those
+    - ``allocated_bytes``: on a GPU, the largest allocated memory at the beginning or end of the call and of the calls
       inside it.
 
-    It records the step after each one that other recorders of the same interval record, so that their time does not
-    count. With an interval of one step it does count.
+    The recorder records one step later than other recorders of the same interval, so that their time is not measured.
+    With an interval of one step, their time is included.
 
     Args:
         names: Module names or globs, such as ``"encoder.*"``; see :class:`~lightning_recorder.Selection`. By default
@@ -46,7 +46,7 @@ class CostRecorder(StatisticsCallback):
         SelectionError: If a name matches no module. Raised when the fit starts; the message lists the closest names.
 
     Note:
-        On a GPU, times are those between events in its stream, and the recorder waits for the GPU once per recorded
+        On a GPU, times are measured between events in its stream, and the recorder waits for the GPU once per recorded
         step. Modules in compiled code are not measured. Training is not changed.
 
     Example::

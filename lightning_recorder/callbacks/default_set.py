@@ -66,12 +66,13 @@ def default_recorders(
             does not record it.
         attention: Record each head of attention. Costs nothing in a model without attention.
         experts: Record each expert of a router. Costs nothing in a model without routers.
-        noise_scale: Also record the gradient of each batch that a step takes the mean of, and derive the gradient noise
-            scale of the model and of its blocks: about the largest batch that still saves steps. Needs
+        noise_scale: Also record the gradient of each accumulated batch, and derive the gradient noise scale of the
+            model and of its blocks: about the largest batch size that still saves steps. Needs
             ``accumulate_grad_batches`` of at least 2, or several ranks.
         costs: Also record the time and the memory of each module with a :class:`CostRecorder`.
-        formats: Also record the error of activations, weights and gradients in narrow number formats, and the place of
-            massive activations; see :class:`~lightning_recorder.reductions.FormatErrors`. Large tensors are sampled.
+        formats: Also record the rounding error of activations, weights and gradients in narrow number formats, and the
+            positions of massive activations; see :class:`~lightning_recorder.reductions.FormatErrors`. Large tensors
+            are sampled.
         spectra: Also record the spectral norm and the orthogonality of weights, gradients and updates; see
             :class:`~lightning_recorder.reductions.SpectralNorm`.
         sinks: Further sinks, in addition to the loggers of the trainer and the files in ``<log_dir>/recorder``.
@@ -79,9 +80,9 @@ def default_recorders(
 
     Returns:
         New callbacks: a :class:`GraphRecorder`, an :class:`ActivationRecorder`, a :class:`GradientRecorder`, a
-        :class:`ParameterRecorder` and, unless ``outputs`` has ``findings=False``, a :class:`StepWatch`, which does
-        nothing in a trainer that has a :class:`StepWatch` of your own. With ``costs``, a :class:`CostRecorder` is the
-        last.
+        :class:`ParameterRecorder` and, unless ``outputs`` has ``findings=False``, a :class:`StepWatch`. This
+        :class:`StepWatch` does nothing in a trainer that has one of your own. With ``costs``, a :class:`CostRecorder`
+        is the last.
 
     Raises:
         ArgumentError: If an argument is invalid.

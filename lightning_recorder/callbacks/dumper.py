@@ -45,7 +45,8 @@ class TensorDumper(RecorderCallback):
 
     On each sampled step, the tensors of its first batch are copied. A safetensors file (a *dump*) is written beside
     each checkpoint, on each sampled step, at the end of each epoch, or when ``Outputs(dump_when=…)`` returns true. Each
-    dump has a line in the ``recorder-manifest.jsonl`` beside it. Read one with :func:`~lightning_recorder.read_dump`.
+    dump has a line in the file ``recorder-manifest.jsonl`` in the same folder. Read a dump with
+    :func:`~lightning_recorder.read_dump`.
 
     Args:
         names: Module names or globs, such as ``"encoder.*"``; see :class:`~lightning_recorder.Selection`. The default
@@ -58,8 +59,8 @@ class TensorDumper(RecorderCallback):
             checkpoint. ``"steps"`` writes each sampled step, and ``"epochs"`` the latest one of each epoch, to
             ``<log_dir>/recorder/dumps``. The default is ``"steps"`` if ``every_n_train_steps``, or ``first_n_steps``,
             ``step_window`` or ``when`` of the schedule, is given, ``"epochs"`` if only ``every_n_epochs`` is given, and
-            ``"checkpoints"`` otherwise. With ``Outputs(dump_when=…)``, the default is none of them. An explicit value
-            takes precedence: ``at="checkpoints", every_n_train_steps=10`` samples every tenth step and writes the
+            ``"checkpoints"`` otherwise. With ``Outputs(dump_when=…)``, the default is none of the three. An explicit
+            value takes precedence: ``at="checkpoints", every_n_train_steps=10`` samples every tenth step and writes the
             latest sample beside each checkpoint.
         every_n_train_steps: Sample the first optimizer step and then every n-th one. Defaults to
             ``Trainer(log_every_n_steps=…)``, or to every step if ``schedule`` has a window or a predicate.
@@ -70,8 +71,8 @@ class TensorDumper(RecorderCallback):
         per_rank: Write the tensors of each rank, with ``-rank1`` and so on in the file names. By default, only rank 0
             writes its tensors.
         outputs: The condition ``dump_when`` on a sampled step, uploads, and the limits ``max_bytes``,
-            ``max_total_bytes`` and ``max_upload_bytes``. The statistics that ``dump_when`` receives are those of a
-            tensor before ``samples`` and ``dtype`` are applied. The other options are not used.
+            ``max_total_bytes`` and ``max_upload_bytes``. The statistics that ``dump_when`` receives are computed before
+            ``samples`` and ``dtype`` are applied. The other options are not used.
         compiled: ``"eager"`` runs compiled modules and functions eagerly on sampled steps; ``"skip"`` leaves compiled
             code compiled and does not dump the modules in it.
         name: A name that distinguishes this callback from others of the same class. It is part of the file names.
@@ -84,9 +85,9 @@ class TensorDumper(RecorderCallback):
 
     Note:
         The training thread only copies the tensors. A background thread writes the files, one tensor at a time. Two
-        more steps can be queued; after that, training waits. At most four steps are held in memory, plus the latest one
-        if ``at`` can still require it. Recording does not change training. With ``Outputs(dump_when=…)``, a sampled
-        step synchronizes with the device.
+        more steps can be queued; after that, training waits. At most four steps are held in memory, plus the latest
+        step if it may still have to be written. Recording does not change training. With ``Outputs(dump_when=…)``, a
+        sampled step synchronizes with the device.
 
     Example::
 
@@ -248,7 +249,7 @@ class TensorDumper(RecorderCallback):
                 self._dumps.wait()
             finally:
                 self._replay()
-                if trainer is None or not trainer.interrupted:  # otherwise the exception's checkpoint follows
+                if trainer is None or not trainer.interrupted:  # otherwise a checkpoint for the exception follows
                     self._dumps = None
 
     # Batches.
@@ -329,7 +330,7 @@ class TensorDumper(RecorderCallback):
             self._dumps.remove_beside(path)
 
     def _saving_ended(self) -> None:
-        if self._capture is None:  # the run failed, and the checkpoint for its exception is saved
+        if self._capture is None:  # the run failed, and this is the checkpoint for its exception
             self._dumps = None
 
     @guarded

@@ -1,4 +1,4 @@
-"""Recording of validation, test and predict runs."""
+"""Hooks that record validation, test and predict runs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lightning_recorder.statistics import EvaluationRecorder, EvaluationSampler
 __all__ = ["EvaluationCallback", "never_fused"]
 
 _SETTLING_STEPS = 100
-"""The steps before which no validation is sampled: the running statistics of normalizations follow with a delay."""
+"""No validation is sampled before this step, since the running statistics of normalizations lag behind."""
 
 
 def _start_hook(stage: str, name: str) -> Callable[..., None]:
-    """Return the hook of that name, which starts to record a batch of an evaluation."""
+    """Return a hook of the given name that starts to record a batch of an evaluation."""
 
     def start(
         self: EvaluationCallback,
@@ -45,7 +45,7 @@ def _start_hook(stage: str, name: str) -> Callable[..., None]:
 
 
 def _end_hook(stage: str, name: str) -> Callable[..., None]:
-    """Return the hook of that name, which stops recording until the next batch."""
+    """Return a hook of the given name that stops recording until the next batch."""
 
     def end(self: EvaluationCallback, trainer: Trainer, pl_module: LightningModule, *batch: Any, **more: Any) -> None:
         if stage in self.evaluations:
@@ -58,7 +58,7 @@ def _end_hook(stage: str, name: str) -> Callable[..., None]:
 
 
 def _first(batches: object) -> float:
-    """Return the number of batches of the first data loader; Lightning has a list, or a number."""
+    """Return the number of batches of the first data loader. Lightning stores a list or a number."""
     number = next(iter(batches), 1) if isinstance(batches, Sequence) else batches
     return number if isinstance(number, (int, float)) else 1
 
@@ -66,8 +66,8 @@ def _first(batches: object) -> float:
 def never_fused(modules: Mapping[str, nn.Module], root: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of a model whose hooks change no value in an evaluation.
 
-    An ``nn.TransformerEncoderLayer`` in eval mode takes no fused path if it, or a module inside of it, has a hook. Then
-    its values differ in the last bits, and in rows that are masked completely.
+    An ``nn.TransformerEncoderLayer`` in eval mode does not use its fused path if the layer, or a module inside it, has
+    a hook. Without the fused path, its values differ in the last bits, and in rows that are masked completely.
     """
     layers = (each for each in modules_of(root) if is_a(each, nn.TransformerEncoderLayer))
     fused = {id(inner) for layer in layers for inner in modules_of(layer)}
@@ -79,9 +79,9 @@ class EvaluationCallback(RecorderCallback):
 
     sampling: Sampling
     evaluations: dict[str, EvaluationRecorder]
-    """The evaluation recorders by stage. Contains recorded stages only."""
+    """The evaluation recorders of the recorded stages, by stage."""
     sampler: EvaluationSampler | None
-    """The recorder of the first batches of validations inside a fit, if the stage is not recorded anyway."""
+    """The recorder of the first batches of validations inside a fit, if validation is not a recorded stage."""
 
     @override
     def _idle(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class EvaluationCallback(RecorderCallback):
 
     @property
     def _has_failure(self) -> bool:
-        """True if recording has failed, in all modules or in some."""
+        """True if recording has failed in any module."""
         return False
 
     def _start_sampled_batch(self, trainer: Trainer, sampler: EvaluationSampler, batch_idx: int, loader: int) -> None:

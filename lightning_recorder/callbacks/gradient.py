@@ -24,10 +24,10 @@ __all__ = ["GradientRecorder"]
 
 
 class _LossPasses:
-    """Distinguishes the backward passes of losses from others in a step, such as that of a gradient penalty.
+    """Distinguishes the backward passes of losses from others in a step, such as the pass of a gradient penalty.
 
-    A pass is of a loss if Lightning runs it, or if it adds to the gradient of a parameter: with manual optimization, a
-    model may call ``loss.backward()`` itself.
+    A backward pass belongs to a loss if Lightning runs it. With manual optimization, a model may call
+    ``loss.backward()`` itself, so a pass that adds to the gradient of a parameter belongs to a loss as well.
     """
 
     def __init__(self, pl_module: LightningModule) -> None:
@@ -71,13 +71,13 @@ class GradientRecorder(TensorsCallback):
         functions: The torch functions for whose outputs the gradients are recorded as well: any of ``"activations"``,
             ``"dropout"``, ``"normalizations"``, ``"attention"``, ``"embedding"``, ``"routing"`` and names such as
             ``"relu"``. True for all of them, False for none; the default is activations. Losses have no gradient. Tags
-            are those of a module, such as ``gradients/encoder.relu/…``, and ``encoder.relu#2`` for the second call in a
-            call of ``encoder``. ``names``, ``types`` and ``exclude`` apply to functions, too. A function that is all of
-            a module, as in ``nn.ReLU``, is recorded as the module. Functions in compiled code are recorded only if it
-            runs eagerly.
+            have the form of module tags: ``gradients/encoder.relu/…`` for the first call of the function in a call of
+            ``encoder``, ``encoder.relu#2`` for the second. ``names``, ``types`` and ``exclude`` apply to functions,
+            too. If a module only calls the function, as ``nn.ReLU`` does, the module is recorded instead. Functions in
+            compiled code are recorded only if it runs eagerly.
         statistics: The statistics to show as scalars: any of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
             ``zero_fraction``, ``nan_count``, ``inf_count``, ``rank_mean_min``, ``rank_mean_max`` and quantiles such as
-            ``quantile_0.99``. ``rank_mean_min`` and ``rank_mean_max`` are the smallest and the largest mean of any
+            ``quantile_0.99``. ``rank_mean_min`` and ``rank_mean_max`` are the smallest and the largest mean on any
             single rank. Quantiles are estimated from the histogram.
 
     Raises:
@@ -88,9 +88,9 @@ class GradientRecorder(TensorsCallback):
         Gradients are captured by hooks on the output tensors. In-place modules and outputs that are dictionaries or
         dataclasses are therefore supported, and the gradients stay bitwise identical. All backward passes of a step
         that add to the gradients of parameters are counted. Gradients that ``torch.autograd.grad`` computes before, as
-        for a penalty, are not. N ranks record the same as one process whose batch has the batches of all ranks, if the
-        loss is a mean over the batch and the ranks have batches of equal size. Otherwise the gradients belong to the
-        mean of the losses of the ranks, like those of the parameters. Everything else is the same as for
+        for a penalty, are not counted. If the loss is a mean over the batch and the ranks have batches of equal size,
+        N ranks record the same as one process with the batches of all ranks. Otherwise the gradients are those of the
+        mean of the losses of all ranks, like the gradients of the parameters. Everything else is the same as for
         :class:`~lightning_recorder.ActivationRecorder`.
 
     Example::

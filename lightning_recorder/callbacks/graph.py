@@ -310,8 +310,8 @@ class GraphRecorder(RecorderCallback):
                 self._show(0.0)
 
     def _keep(self, trainer: Trainer, graph: Graph, *, broken: bool = False) -> None:
-        # A step that computed nothing, because training_step returned None at once, is not shown. After an error of the
-        # recording no later step is recorded, since the warning about the incomplete graph would be wrong.
+        # The graph is not shown if training_step returned None at once and computed nothing. After a recording error,
+        # no later step is recorded, because the warning about the incomplete graph would then be wrong.
         if broken or any(node.kind in ("op", "backward") for node in graph.nodes):
             self._waiting = False
             self._recorded = True
@@ -351,7 +351,7 @@ class GraphRecorder(RecorderCallback):
         capture = self._capture
         if capture is not None and exception is not None:
             self._leave_failed(trainer, capture, exception)
-            self._waiting = True  # the loop may handle the exception, and the next step replaces the graph
+            self._waiting = True  # if the loop handles the exception, the next step replaces the graph
         self._leave_capture()
 
     def _leave_failed(self, trainer: Trainer, capture: GraphCapture, exception: Exception) -> None:

@@ -1,4 +1,4 @@
-"""Containment of errors in hooks, and of runs inside the recorded run."""
+"""Guards for the hooks of callbacks: against errors, and against runs nested in the recorded run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BATCH_HOOKS = (
     "on_validation_batch_start",
     "on_validation_batch_end",
 )
-"""The hooks that Lightning calls for each batch of a fit, those between its start and its end in the middle."""
+"""The hooks that Lightning calls for each batch of a fit: first those of training, then those of validation."""
 
 _OURS = __name__.partition(".")[0]
 
@@ -71,20 +71,20 @@ def guarded(hook: Callable[Concatenate[Owner, Parameters], None]) -> Callable[Co
             warn(str(error))
         except Exception as error:
             is_news = True
-            with suppress(Exception):  # what has failed may fail again while it is released
+            with suppress(Exception):  # the failed object may raise again during its release
                 is_news = self._give_up()
             if self.strict:
                 raise
             if is_news:
                 warn(f"{self} is off for the rest of the run, {hook.__name__} failed: {describe_error(error)}")
 
-    # Without a docstring, help() would show that of Lightning's hook, which says nothing about ours.
+    # Without a docstring, help() would show the docstring of Lightning's hook, which does not describe this one.
     wrapper.__doc__ = hook.__doc__ or "Called by Lightning."
     return wrapper  # type: ignore[return-value]  # functools.wraps makes self a named argument
 
 
 def _refuse_class(trainer: Any, hook: str) -> None:
-    """Raise an error if ``callbacks`` contains a class, on which Lightning calls hooks with the trainer as ``self``.
+    """Raise an error if ``callbacks`` contains a class. Lightning would call its hooks with the trainer as ``self``.
 
     Lightning calls ``on_exception`` after this error. That hook must not raise another one, which would replace it.
     """
@@ -105,7 +105,7 @@ class GuardedCallback(Callback):
     strict: bool
     """Raise errors of the recorder instead of warning about them."""
     _is_from_environment: bool = False
-    """True if ``LIGHTNING_RECORDER`` added the callback to a program. Then wrong arguments do not end a run either."""
+    """True if ``LIGHTNING_RECORDER`` added the callback. Then even wrong arguments do not end a run."""
     _trainer: weakref.ref[Trainer] | None
     _has_warned_of_nested_run: bool
 
@@ -116,9 +116,9 @@ class GuardedCallback(Callback):
     def _hide_hooks(self, trainer: Trainer, *hooks: str) -> None:
         """Let Lightning skip some of :data:`BATCH_HOOKS` until they are shown again.
 
-        A hook that is ``None`` costs a tenth of one that does nothing, since Lightning skips it before it enters its
-        profiler. A hook that the user has overridden or replaced is not hidden. If the trainer does not call the hooks
-        itself, but another callback does, which would fail, none is hidden.
+        A hook that is ``None`` costs a tenth of a hook that does nothing, since Lightning skips it before it enters its
+        profiler. A hook that the user has overridden or replaced is not hidden. No hook is hidden if another callback
+        calls the hooks instead of the trainer, because that callback would fail on ``None``.
         """
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set in Trainer.__init__
         if any(each is self for each in callbacks):

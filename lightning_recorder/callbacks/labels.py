@@ -1,4 +1,4 @@
-"""Labels of recorders: each one gets files and tags of its own."""
+"""Unique labels of recorders, so that no two recorders share files or tags."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Labelled(Protocol):
 
     @property
     def state_key(self) -> str:
-        """The key of its state in a checkpoint."""
+        """The key of the recorder's state in a checkpoint."""
 
 
 class Tagged(Protocol):
@@ -30,11 +30,11 @@ class Tagged(Protocol):
 
     @property
     def _tag_kinds(self) -> set[str]:
-        """The kinds of tags that it writes."""
+        """The kinds of tags that the recorder writes."""
 
     @property
     def recorded_modules(self) -> Collection[str]:
-        """The names of the modules that it records."""
+        """The names of the recorded modules."""
 
 
 # Tags of evaluations, overflows and pictures begin with the name of the recorder and one of these suffixes.

@@ -27,7 +27,7 @@ __all__ = [
 
 
 def _can_be_imported() -> bool:
-    # Some packages that Lightning imports draw a number while they are imported. A plain loop may be seeded already.
+    # Some packages that Lightning imports draw random numbers during their import. A plain loop may already be seeded.
     with same_random_numbers(()):
         try:
             import_module("lightning.pytorch")
@@ -50,7 +50,7 @@ if TYPE_CHECKING or HAS_LIGHTNING:
 else:
 
     class Callback:
-        """The hooks of Lightning that a recorder may hide, which do nothing."""
+        """A base class with the Lightning hooks that a recorder may hide. The hooks do nothing."""
 
         def _ignore(self, *args: Any, **kwargs: Any) -> None:
             """Do nothing."""
@@ -65,19 +65,19 @@ else:
             return type(self).__qualname__
 
         def _generate_state_key(self, **kwargs: Any) -> str:
-            # As Lightning has it, so that a checkpoint can be read with and without it.
+            # Same format as in Lightning, so that a checkpoint can be read with and without Lightning.
             return f"{type(self).__qualname__}{kwargs!r}"
 
     class _Unknown:
-        """Stands for a class of Lightning in annotations and as a base class."""
+        """A stand-in for Lightning classes in annotations and as a base class."""
 
     CheckpointIO = FSDPStrategy = LightningModule = Logger = Strategy = Trainer = _Unknown
 
     class DummyLogger:
-        """Takes the place of a logger while a step is run again."""
+        """A stand-in for the logger while a step is run again."""
 
     def is_overridden(method_name: str, instance: object) -> bool:
-        """Return False: a model that is no LightningModule overrides no method of one."""
+        """Return False: without Lightning, no model overrides a method of a LightningModule."""
         return False
 
     _log = logging.getLogger("lightning_recorder")

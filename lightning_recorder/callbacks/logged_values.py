@@ -1,4 +1,4 @@
-"""The learning rates and the user's own metrics of a fit, as Lightning has them."""
+"""Read the learning rates and the user's own metrics of a fit from Lightning."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from lightning_recorder.watch import LoggedReading, ReadingQueue
 
 __all__ = ["LoggedValues"]
 
-_FIRST_STEPS = 16  # that are all read, so that a short run has curves
+_FIRST_STEPS = 16  # the number of first steps that are all read, so that a short run has curves
 _MOST_NAMES = 256
 
 
 class LoggedValues:
     """Reads what the user logs with ``self.log``, and the learning rates, without waiting for the device.
 
-    The first 16 steps are read, and those that Lightning logs. Metrics of an epoch and of a validation are read when it
-    has ended. Values on a device are copied in one transfer, like the loss. Lightning has computed all of them; nothing
-    is computed here.
+    The first 16 steps are read, and then the steps that Lightning logs. Metrics of an epoch or a validation are read at
+    its end. Values on a device are copied in one transfer, like the loss. Lightning has computed all values; this class
+    computes nothing.
     """
 
     def __init__(
@@ -43,17 +43,17 @@ class LoggedValues:
         self._seen: dict[str, Callable[[], object]] = {}
         self._rates: dict[str, float] = {}
         self.ended: int | None = None
-        """The step that has ended and is to be read. Lightning has its values after the last hook of the batch."""
+        """The ended step that is still to be read. Lightning has its values only after the last hook of the batch."""
         self._first: int | None = None
         self.is_due = False
-        """True if the current step is read."""
+        """True if the current step is to be read."""
         self.next_due: float = 0
-        """No step before this one is read."""
+        """The first step that may be read next."""
         every: Any = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set in Trainer.__init__
         self._every = int(every)
 
     def before_step(self, step: int) -> None:
-        """Note the learning rates that the step uses; a scheduler changes them before the batch ends."""
+        """Keep the learning rates of the step, because a scheduler changes them before the batch ends."""
         if self._first is None:
             self._first = step
         self.is_due = step < self._first + _FIRST_STEPS or (self._every > 0 and (step + 1) % self._every == 0)
@@ -64,7 +64,7 @@ class LoggedValues:
             self._rates = dict(_rates(self._trainer))
 
     def settle(self) -> None:
-        """Read the values of the step that has ended, if it is one of those. Call this before others are logged."""
+        """Read the values of the ended step, if it is due. Must be called before later values are logged."""
         step, self.ended = self.ended, None
         if step is not None:
             if self._rates:

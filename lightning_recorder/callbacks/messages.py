@@ -44,7 +44,7 @@ class Silence(NamedTuple):
 def why_no_files(trainer: Trainer, directory: Path | None) -> str:
     """Return the reason why a run has no folder for recordings, or an empty string if it has one.
 
-    ``directory`` is what :func:`recorder_directory` returned. It is not asked again, because that is a collective call.
+    ``directory`` is the result of :func:`recorder_directory`, which is not called here because it is a collective.
     """
     if directory is not None:
         return ""
@@ -114,7 +114,7 @@ def why_no_step(trainer: Trainer, sampling: Sampling, began: tuple[int, int] | N
 
 _MOST_NAMED = 5
 
-# The names of compiled code for which the log already says that it runs eagerly, by trainer.
+# By trainer, the names of compiled code that were already logged as running eagerly.
 _logged_eager: weakref.WeakKeyDictionary[Trainer, set[str]] = weakref.WeakKeyDictionary()
 
 
@@ -132,12 +132,12 @@ def say_ran_eagerly(trainer: Trainer, names: Collection[str]) -> None:
         )
 
 
-# The trainers for which the log already says that their folder has records of another run.
+# The trainers for which it was already logged that their folder has records of another run.
 _logged_mixed: weakref.WeakSet[Trainer] = weakref.WeakSet()
 
 
 def say_mixed(trainer: Trainer, directory: Path | None, label: str) -> None:
-    """Log once per trainer that a run starts anew in a folder with the records of another one."""
+    """Log once per trainer that a new run writes into a folder with the records of another run."""
     if directory is None or trainer in _logged_mixed or trainer.ckpt_path is not None or trainer.global_step:
         return
     if trainer.state.fn == "fit" and records_path(directory, label).exists():
@@ -149,7 +149,7 @@ def say_mixed(trainer: Trainer, directory: Path | None, label: str) -> None:
         )
 
 
-# The time of all compilations that the log has accounted for, by trainer.
+# By trainer, the total compilation time that was already logged.
 _logged_compile_s: weakref.WeakKeyDictionary[Trainer, float] = weakref.WeakKeyDictionary()
 
 

@@ -37,13 +37,13 @@ class Outputs:
     A :class:`~lightning_recorder.TensorDumper` uses only ``dump_when``, ``upload`` and the limits in bytes.
 
     Args:
-        histograms: True writes histograms of all values to the loggers: those of the first 32 records, and then fewer
-            and fewer, 16 each time the number of records doubles. The record files have all of them. A number n counts
-            a fixed sample of at most n values of each tensor, one from each of n equal parts; it is faster but
-            approximate. False writes none.
+        histograms: True writes histograms of all values to the loggers, for the first 32 records and then less often:
+            16 times each time the number of records doubles. The record files have the histograms of all records. A
+            number n counts a fixed sample of at most n values of each tensor, one from each of n equal parts; this is
+            faster but approximate. False writes no histograms.
         records: Write all records to ``<log_dir>/recorder/records``, for :func:`~lightning_recorder.open_recording`.
-            The loss and the gradient norm of every step (``watch``) are written there unless all recorders of the
-            trainer have ``records=False``. They are watched nevertheless.
+            The loss and the gradient norm of every step (``watch``) are also written there, unless all recorders of the
+            trainer have ``records=False``. They are watched in any case.
         plots: Draw plots of all records when the fit ends and, in a long fit, after 10, 20, 40, … records, in another
             process. All drawings during a fit together take at most 2 % of its time.
         plot_every_n_records: Draw the plots after every n-th record instead, whatever time it takes.
@@ -51,14 +51,14 @@ class Outputs:
             more than one number.
         curves: ``"main"`` shows one curve for each module in the loggers: the ``rms`` of its output or of the gradient
             of its output, or the ``update_ratio`` of its largest parameter. The counts of NaN and infinities are shown
-            from the first record on that has any. ``"all"`` shows each of the default statistics of each tensor.
-            Statistics that are given to the recorder, and those of ``extra``, are shown in any case. Histograms, heat
-            maps and record files have everything with both.
+            once a record has a NaN or an infinity. ``"all"`` shows all default statistics of each tensor. Statistics
+            from the arguments ``statistics`` and ``extra`` of the recorder are shown in any case. The choice does not
+            affect histograms, heat maps and record files.
         max_tags: The maximum number of tags for the loggers. If there are more, only some modules are shown: first
-            those with unusual statistics, then an even selection of the others. A module that becomes unusual later is
-            shown from then on. One warning is given. Record files and heat maps contain all modules. By default,
-            everything is shown up to 400 tags; if there are more, at most 75 tags of the main statistics, and with
-            ``curves="main"`` a curve of each of up to 400 modules.
+            modules with unusual statistics, then an even selection of the others. A module that becomes unusual later
+            is shown from then on. One warning is given. Record files and heat maps contain all modules. By default,
+            everything is shown up to 400 tags. If there are more, at most 75 tags of the main statistics are shown, or
+            with ``curves="main"`` one curve for each of up to 400 modules.
         numbered_tags: Begin the name of each module in a tag with its position in the order of execution, as in
             ``activations/017_blocks.2.fc/rms``, because TensorBoard sorts tags.
         dumps: The times at which statistics are dumped to a file of tensors. ``"checkpoints"`` writes the latest record
@@ -70,10 +70,10 @@ class Outputs:
         findings: Examine the records of a fit for dead layers, missing gradients, NaN and other faults, log the
             findings, and write them to ``<log_dir>/recorder/findings.json``.
         ignored_rules: The names of rules whose findings are left out during the fit, for all recorders of the trainer,
-            such as ``["always-clipped"]``. ``lightning-recorder doctor --ignore`` does so afterwards.
+            such as ``["always-clipped"]``. ``lightning-recorder doctor --ignore`` ignores rules afterwards.
         report: Write the page with findings, graph and all layers to ``<log_dir>/recorder/report.html`` when the fit
-            ends; see :meth:`Run.page`. Writing takes up to a second, and a few seconds for long runs. By default, it is
-            written if it takes at most 2 % of the time of the fit. Needs ``records`` and ``findings``.
+            ends; see :meth:`Run.page`. Writing takes up to a second, and a few seconds for long runs. By default, the
+            page is written if this takes at most 2 % of the time of the fit. Needs ``records`` and ``findings``.
         upload: Also pass the dumps to the loggers that store files, up to ``max_upload_bytes``.
         max_upload_bytes: The maximum size of all uploads in bytes.
         max_total_bytes: The maximum size of all dumps in bytes, not counting those beside checkpoints. When it is
@@ -197,9 +197,9 @@ _limits: WeakKeyDictionary[Trainer, tuple[DrawingTime, set[str]]] = WeakKeyDicti
 
 
 def drawing_time_of(trainer: Trainer, label: str) -> DrawingTime:
-    """Return the limit of the time for drawings that all recorders of a fit share."""
+    """Return the time limit for drawing, which all recorders of a fit share."""
     limit, labels = _limits.get(trainer) or (DrawingTime(), set())
-    if label in labels:  # it is another fit
+    if label in labels:  # the label was used in an earlier fit
         limit, labels = DrawingTime(), set()
     labels.add(label)
     _limits[trainer] = limit, labels

@@ -47,14 +47,14 @@ class ParameterRecorder(StatisticsCallback):
     For a parameter ``weight``, the tags are:
 
     - ``parameters/<module>/weight/<statistic>``: the values before the step;
-    - ``weight.grad``: the gradient that the optimizer uses: unscaled, accumulated, reduced across ranks, and before
-      clipping; for LBFGS, which evaluates it several times, that of the first evaluation, at the values before it;
+    - ``weight.grad``: the gradient for the optimizer: unscaled, accumulated, reduced across ranks, and before
+      clipping. LBFGS evaluates the gradient several times in a step; the first evaluation is recorded;
     - ``weight.update``: the change of the values in the step;
     - ``weight.exp_avg`` and so on: the optimizer state;
-    - ``running_mean`` and ``running_var``: the running statistics of a normalization layer whose parameters the
-      optimizer has, before the step, on the first rank;
-    - ``weight.batch_grad``, on request: the gradient of each backward pass on each rank, before it is accumulated and
-      reduced, from which the gradient noise scale is computed;
+    - ``running_mean`` and ``running_var``: the running statistics of a normalization layer before the step, on the
+      first rank, if the optimizer has parameters of the layer;
+    - ``weight.batch_grad``, on request: the gradient of each backward pass on each rank, before accumulation and
+      reduction. The gradient noise scale is computed from it;
     - ``weight/update_ratio``: the update-to-weight ratio ``rms(update) / rms(values)``.
 
     By default, it records all modules that have parameters of their own, including the LightningModule.
@@ -68,14 +68,14 @@ class ParameterRecorder(StatisticsCallback):
     Args:
         names: Module names or globs, such as ``"encoder.**"``; see :class:`~lightning_recorder.Selection`. Only a
             module's own parameters are recorded, not those of its children.
-        parts: The parts to record: any of ``"values"``, ``"gradients"``, ``"updates"``, ``"moments"``,
-            ``"buffers"``, the running statistics, and ``"batch_gradients"``, which is not among the defaults.
+        parts: The tensors to record: any of ``"values"``, ``"gradients"``, ``"updates"``, ``"moments"`` (the optimizer
+            state), ``"buffers"`` (the running statistics) and ``"batch_gradients"``, which is not among the defaults.
         statistics: The statistics to show as scalars: any of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
             ``zero_fraction``, ``nan_count``, ``inf_count``, ``rank_mean_min``, ``rank_mean_max`` and quantiles such as
-            ``quantile_0.99``. ``rank_mean_min`` and ``rank_mean_max`` are the smallest and the largest mean of any
+            ``quantile_0.99``. ``rank_mean_min`` and ``rank_mean_max`` are the smallest and the largest mean on any
             single rank. Quantiles are estimated from the histogram.
-        compiled: ``"skip"`` does not record the parameters of compiled modules. The other choices, which exist for the
-            recorders of activations and gradients, record all.
+        compiled: ``"skip"`` does not record the parameters of compiled modules. All other values record them, and
+            differ only for the recorders of activations and gradients.
 
     Raises:
         ArgumentError: If an argument is invalid. Raised at construction.
@@ -156,7 +156,7 @@ class ParameterRecorder(StatisticsCallback):
                 run.recorder.before_step(optimizer, 1 / self.loss_scale.value if scaled else 1.0)
 
     def keep_values(self) -> None:
-        """Keep the values before a step of which no hook tells. The loop then says that it comes when it has ended."""
+        """Keep the parameter values before a step that calls no hook. The loop reports such a step only afterwards."""
         run = self._run
         if run is not None and run.phase is RunPhase.RECORDING and isinstance(run.recorder, OptimizerRecorder):
             with run.contained():
@@ -180,7 +180,7 @@ class ParameterRecorder(StatisticsCallback):
                 "gradient_clip_val": float(trainer.gradient_clip_val),
                 "gradient_clip_algorithm": str(getattr(algorithm, "value", algorithm)),
             }
-        if is_automatic(pl_module):  # otherwise nobody knows how often the program steps
+        if is_automatic(pl_module):  # otherwise the number of optimizer steps is not known
             recorder.facts |= _plan(trainer)
 
     @property
@@ -190,10 +190,11 @@ class ParameterRecorder(StatisticsCallback):
 
 
 def _plan(trainer: Trainer) -> dict[str, Any]:
-    """Return the number of steps that the fit will take, and the learning-rate schedules that have a length.
+    """Return the planned number of optimizer steps, and the learning-rate schedules that have a fixed length.
 
-    ``times`` is how often the fit steps a schedule, and ``unit`` the number of epochs for one that it steps in each
-    step, and of steps for one that it steps in each epoch. Nothing is returned if the number of steps has no limit.
+    ``times`` is the number of times that the fit steps a schedule. ``unit`` is the number of epochs of the fit for a
+    schedule with the interval ``"step"``, and the number of steps of the fit for the interval ``"epoch"``. The result
+    is empty if the number of steps has no limit.
     """
     per_epoch = trainer.num_training_batches / trainer.accumulate_grad_batches
     limits = [trainer.max_steps, math.ceil(per_epoch) * (trainer.max_epochs or -1) if per_epoch < math.inf else -1]
@@ -206,7 +207,7 @@ def _plan(trainer: Trainer) -> dict[str, Any]:
         counts["epoch"] = math.ceil(steps / math.ceil(per_epoch))
     schedules = []
     for each in getattr(trainer, "lr_scheduler_configs", ()):
-        # A property of a class of the user may do anything.
+        # Reading a property of a user's class could run any code.
         lengths = [stored_attribute(each.scheduler, name) for name in _LENGTHS]
         length = next((number for number in lengths if type(number) is int), None)
         if length is not None and each.interval in counts and len(counts) == 2:
@@ -220,15 +221,15 @@ _LENGTHS = ("total_steps", "T_max", "total_iters")  # attributes of the schedule
 
 
 def _owners(root: nn.Module) -> ModuleSet:
-    """Return the root and default modules that own a parameter which no earlier one owns.
+    """Return the root and the default modules, without those whose parameters all belong to earlier modules.
 
-    Unlike for activations, the root is included: its parameters can be read without knowing what a call of it means.
+    Unlike for activations, the root is included: reading its parameters does not require a call of the root.
     """
     registered = named_submodules(root, remove_duplicate=False)
     named = named_submodules(root, remove_duplicate=False, with_lent=True)
     found = ModuleSet()
     seen: set[int] = set()
-    # A model of Keras registers the parameters of its layers, which are not registered but use them.
+    # A Keras model registers the parameters of its layers, but not the layers. Registered modules come first.
     for name in sorted(["", *default_modules(root)], key=registered.__contains__):
         own = {id(parameter) for _, parameter in own_parameters(named[name])}
         if own - seen:

@@ -1,4 +1,4 @@
-"""The latest batches of an epoch, kept as the loader made them so that they can train the model again."""
+"""Keep the latest batches of an epoch as the loader made them, so that a rollback can repeat them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_recorder.watch.kept import are_written, batch_versions
 
 __all__ = ["RepeatedBatches"]
 
-# Whose containers Lightning makes anew before a step, also on the same device.
+# Lightning creates new containers for batches of these types before a step, even without a change of device.
 _REBUILT = (list, tuple, dict, Tensor)
 
 
@@ -31,18 +31,18 @@ _REBUILT = (list, tuple, dict, Tensor)
 class _Batch:
     """A batch that a fetcher has yielded."""
 
-    item: Any  # with its number and that of its loader
-    random: RandomStates  # before it
-    counts: list[int]  # of Lightning, before it
+    item: Any  # the batch, with its number and the number of its loader
+    random: RandomStates  # the random number generators before the batch
+    counts: list[int]  # the counts of Lightning's loops before the batch
     why_not: str = ""
     versions: list[tuple[Tensor, int | None]] = field(default_factory=list)
-    samples: Tensor | None = None  # their fingerprints
-    made: list[int] = field(default_factory=list)  # the difference of the counts after it
+    samples: Tensor | None = None  # the fingerprints of the samples
+    made: list[int] = field(default_factory=list)  # by how much the batch increased the counts
     rows: list[int] | None = None
     is_left_out: bool = False
 
     def reason(self) -> str:
-        """Return why the batch cannot be used again; an empty string if it can."""
+        """Return the reason why the batch cannot be repeated, or an empty string if it can."""
         if self.why_not:
             return self.why_not
         now, samples = batch_versions(self.item[0]), sample_fingerprints(self.item[0])
@@ -55,18 +55,18 @@ class _Batch:
 
 
 class RepeatedBatches:
-    """Keeps the latest batches of an epoch, and lets the loader yield some of them again.
+    """Keeps the latest batches of an epoch, and makes the loader yield some of them again.
 
-    Each batch is kept by reference, as the loader made it, so before it is moved to a device. From the first step on
-    that writes to its batch, copies are kept.
+    Each batch is kept by reference, as the loader made it, before it is moved to a device. Once a step has written to
+    its batch, all later batches are copied.
 
-    A batch that comes again has its number in the epoch again, because the counts of batches and optimizer steps in
-    Lightning's loops are set back. When the last one has ended, the batches that were left out are counted, too. So
-    everything that depends on these counts happens as if nothing had been repeated. The count of the x-axis of logged
-    values goes on, so that it has each step once.
+    A repeated batch has the same number in the epoch as before, because the counts of batches and optimizer steps in
+    Lightning's loops are set back. After the last repeated batch, the skipped batches are added to the counts.
+    Everything that depends on the counts then happens as if no batch had been repeated. The step count on the x-axis of
+    logged values is not set back, so that each step is logged once.
 
-    Random numbers are set to what they were before each batch, and in the end to what they were before the batches that
-    are left out.
+    The random number generators are restored before each repeated batch. After the last repeated batch, they are set to
+    their states before the skipped batches.
     """
 
     def __init__(self, trainer: Trainer, device: torch.device) -> None:
@@ -78,56 +78,56 @@ class RepeatedBatches:
 
     def _begin(self) -> None:
         self._batches: list[_Batch] = []
-        self._first = 0  # the number of the first of them among those of the epoch
-        self._waiting: deque[_Batch] = deque()  # to come again
-        self._left_out: list[int] | None = None  # the counts to add after the last one; None if none comes again
+        self._first = 0  # the number in the epoch of the first kept batch
+        self._waiting: deque[_Batch] = deque()  # the batches to repeat
+        self._left_out: list[int] | None = None  # the counts to add after the last repeated batch; None without one
         self._after: RandomStates | None = None
         self._was_done = False
         self.is_repeated = False
-        """True if the current batch has come before."""
+        """True if the current batch is a repeated one."""
 
     @property
     def number(self) -> int | None:
-        """The number of the current batch among those that the loader has yielded in this epoch; None if unknown."""
+        """The number of the current batch in this epoch; None if unknown."""
         return None if self._fetcher is None else self._first + len(self._batches) - 1
 
     @property
     def rows(self) -> list[int] | None:
-        """The indices of the samples of the current batch, if :meth:`note_rows` was called."""
+        """The sample indices of the current batch, as passed to :meth:`note_rows`."""
         return self._batches[-1].rows
 
     def note_rows(self, rows: list[int] | None) -> None:
-        """Keep the indices of the samples of the current batch."""
+        """Keep the sample indices of the current batch."""
         if self._batches:
             self._batches[-1].rows = rows
 
     # The loader.
 
     def begin_epoch(self) -> None:
-        """Begin a fit or an epoch, whose batches may come from another fetcher than those before."""
+        """Begin a fit or an epoch, which may use a new data fetcher."""
         self._begin()
         fetcher = self._trainer.fit_loop._data_fetcher
         if fetcher is self._fetcher:
             return
         self.detach()
         kind: Any = type(fetcher)
-        # training_step(dataloader_iter) reads the loader itself.
+        # With this fetcher, training_step(dataloader_iter) reads the loader itself.
         if all(each.__name__ != "_DataLoaderIterDataFetcher" for each in kind.__mro__):
             body = {
                 "__module__": kind.__module__,
                 "__next__": lambda fetcher: self._next(partial(kind.__next__, fetcher)),
             }
-            fetcher.__class__ = type(kind.__name__, (kind,), body)  # next() looks into the class
+            fetcher.__class__ = type(kind.__name__, (kind,), body)  # next() looks up __next__ in the class
             self._fetcher = fetcher
 
     def detach(self) -> None:
-        """Leave the fetcher as it was. Idempotent."""
+        """Restore the original class of the fetcher. Idempotent."""
         fetcher, self._fetcher = self._fetcher, None
         if fetcher is not None:
             fetcher.__class__ = type(fetcher).__mro__[1]
 
     def _next(self, read: Callable[[], Any]) -> Any:
-        """Return the next batch of the loader, or one that comes again."""
+        """Return the next batch to repeat, or else the next batch of the loader."""
         if self._waiting:
             batch = self._waiting.popleft()
             batch.random.restore()
@@ -147,7 +147,7 @@ class RepeatedBatches:
         return item
 
     def _keep(self, item: Any) -> _Batch:
-        # Read first, because the code of the user may draw numbers while it is copied.
+        # Read before the copy, because the user's code may draw random numbers while the batch is copied.
         random, counts = RandomStates(self._devices), self._counts()
         batch, *numbers = item
         batch = self._copy(batch)
@@ -155,14 +155,14 @@ class RepeatedBatches:
             return _Batch((batch, *numbers), random, counts, "", batch_versions(batch), sample_fingerprints(batch))
 
     def _copy(self, batch: Any) -> Any:
-        """Return a batch that may be used while the other one is kept."""
+        """Return a copy of a batch, as deep as needed: a step must not change the kept batch."""
         if not self._must_copy:
             return batch if isinstance(batch, _REBUILT) else copy.copy(batch)  # a step may replace its attributes
         with pause_recording():
             return own_copies({"batch": batch})["batch"]
 
     def forget(self, number: int) -> None:
-        """Drop the batches before one."""
+        """Drop the batches with smaller numbers in the epoch."""
         del self._batches[: number - self._first]
         self._first = max(self._first, number)
 
@@ -178,7 +178,7 @@ class RepeatedBatches:
         return [count for each in self._counters() for count in each.values()]
 
     def _counts_after(self) -> list[int]:
-        """Return the counts after the current batch, which Lightning completes behind the hook of its end."""
+        """Return the counts after the current batch. Lightning completes them after the hook ``on_train_batch_end``."""
         return [
             count + (place < 2 and name == "completed")
             for place, each in enumerate(self._counters())
@@ -194,7 +194,7 @@ class RepeatedBatches:
     # The course of an epoch.
 
     def end_batch(self) -> None:
-        """Note what a batch has counted, and count those that were left out after the last one that came again."""
+        """Keep how much a batch increased the counts. After the last repeated batch, count the skipped batches."""
         if not self._batches:
             return
         batch = self._batches[-1]
@@ -209,7 +209,7 @@ class RepeatedBatches:
                 self._after.restore()
 
     def leave_out(self, count: int) -> None:
-        """Let the latest batches, up to the current one, not come again."""
+        """Exclude the latest batches, including the current one, from repetition."""
         for each in self._batches[-count:]:
             each.is_left_out = True
 
@@ -217,11 +217,11 @@ class RepeatedBatches:
         return [each for each in self._batches[number - self._first :] if not each.is_left_out]
 
     def has_since(self, number: int) -> bool:
-        """Return True if there are batches from one on that can come again."""
+        """Return True if the batch with this number, or a later one, can be repeated."""
         return bool(self._since(number))
 
     def why_not(self, number: int) -> str:
-        """Return why the batches from one on cannot come again, an empty string if they can."""
+        """Return the reason why the batches from this number on cannot be repeated, or an empty string if they can."""
         if self._trainer.should_stop:
             return "the fit is about to end"
         try:
@@ -231,7 +231,7 @@ class RepeatedBatches:
             return f"a batch could not be read: {describe_error(error)}"
 
     def go_back(self, number: int) -> None:
-        """Let the batches from one on come again, at the end of the current batch."""
+        """Repeat the batches from this number on, after the end of the current batch."""
         again = self._since(number)
         before = self._batches[number - self._first].counts
         reached = _sum([self._counts_after(), self._left_out or [], *(each.made for each in self._waiting)])
@@ -242,15 +242,15 @@ class RepeatedBatches:
         self._left_out = _difference(reached, _sum([before, *(each.made for each in self._waiting)]))
         self._add_counts(_difference(before, self._counts_after()))
         self._fetcher.done = loop.batch_progress.is_last_batch = False
-        loop._skip_next_val = True  # the counts are those of a batch after which it was due, if it was
-        if loop._should_accumulate():  # the step that is left out has a place on the x-axis
+        loop._skip_next_val = True  # a validation that is due at these counts has already run
+        if loop._should_accumulate():  # the skipped step still counts on the x-axis
             loop._batches_that_stepped += 1
         del self._batches[number - self._first :]
 
     def add_to_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Count the batches that are to come again in a checkpoint, because it does not have them.
+        """Count the batches that are still to be repeated as done in a checkpoint, because it does not contain them.
 
-        A loader that saves its state has yielded them, and a resumed fit goes on behind them.
+        A loader that saves its state has already yielded them, so a resumed fit continues after them.
         """
         if self._left_out is None:
             return

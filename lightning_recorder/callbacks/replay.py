@@ -44,9 +44,9 @@ __all__ = [
 ]
 
 NO_FUNCTION = "the body of a loop is no function: give Monitor(step_function=…) one that returns the loss"
-"""The reason why a step cannot be run again if :func:`is_unknown`."""
+"""The reason why a step cannot be run again if :func:`is_unknown` returns True."""
 
-_RELATIVE = 1e-3  # the difference between the losses of two runs of the same step on a GPU
+_RELATIVE = 1e-3  # the tolerated relative difference between the losses of two runs of the same step on a GPU
 
 
 class ReplayError(RecorderError, RuntimeError):
@@ -71,7 +71,7 @@ class Replay:
 
 @contextmanager
 def other_values(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iterator[None]:
-    """Give parameters other values, and their own ones again at the end."""
+    """Set parameters to other values inside the context, and restore their own values at the end."""
     before = [each.detach().clone() for each in parameters]
     # Written through ``.data``, since a higher version would make autograd reject saved graphs.
     for parameter, value in zip(parameters, values, strict=True):
@@ -94,13 +94,13 @@ def replay(
     Args:
         trainer: The trainer.
         pl_module: The model, with the parameters that the step used.
-        batches: The batches of the step, in order. Each has the losses that it had.
-        steps: In manual optimization, the optimizer steps of the last batch before the one at which to end.
-        is_exact: False if the parameters are those of an earlier step. A loss that was finite must
-            still be finite, and may differ.
+        batches: The batches of the step, in order, each with the losses of its first run.
+        steps: In manual optimization, the number of optimizer steps of the last batch to run before the replay ends.
+        is_exact: False if the parameters are those of an earlier step. Then losses may differ, but a loss that was
+            finite must still be finite.
 
     Raises:
-        ReplayError: If the step cannot be run again, or took another course.
+        ReplayError: If the step cannot be run again, or has other losses than before.
         CommunicationError: If the step communicates with other processes.
         Exception: If the step raises an error that it did not raise before.
     """
@@ -134,9 +134,9 @@ def computed(
     of_gradient: bool,
     shares: RowShares | None = None,
 ) -> float | None:
-    """Run a step again with another batch, and return its loss or its gradient norm; None if it has no loss.
+    """Run a step again with another batch, and return the loss or the gradient norm; None if there is no loss.
 
-    Everything is the same afterwards, as after :func:`replay`. The step must not communicate.
+    All state is restored afterwards, as in :func:`replay`. The step must not communicate.
 
     Raises:
         ReplayError: If the gradients cannot be computed.
@@ -173,7 +173,7 @@ def unchanged(
     state = ModuleState(modules_of(pl_module))
     loggers = trainer.loggers
     with ExitStack() as stack:
-        # Recorders of this step must not see the replay, but it needs gradients.
+        # Recorders of this step must not see the replay. The replay needs gradients.
         stack.enter_context(pause_recording())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -200,7 +200,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Replace a function that has effects outside of the model."""
+    """Do nothing. Replaces functions that have effects outside of the model."""
 
 
 def _run(
@@ -229,7 +229,7 @@ def _run(
 
 
 def _check_losses(before: list[Tensor], now: list[Tensor], *, is_exact: bool) -> None:
-    """Raise if a loss differs from the one that the step had."""
+    """Raise ReplayError if a loss differs from the loss of the first run of the step."""
     had, have = ([float(each) for each in losses] for losses in (before, now))
     same = len(had) <= len(have) and all(map(_is_close if is_exact else _is_no_worse, had, have))
     if not same:
@@ -257,9 +257,9 @@ class Losses(Protocol):
 
 
 class _Gradients:
-    """Computes the gradients of losses without the hooks that communicate or step an optimizer.
+    """Computes the gradients of losses without running hooks that communicate or step an optimizer.
 
-    With ``by_backward``, a backward pass ends in the parameters, as reentrant checkpointing needs.
+    With ``by_backward``, a backward pass accumulates into the parameters, because reentrant checkpointing needs this.
     """
 
     def __init__(self, trainer: Trainer, parameters: list[nn.Parameter], *, by_backward: bool) -> None:
@@ -268,11 +268,11 @@ class _Gradients:
         self._parameters, self._by_backward = parameters, by_backward
         self.losses: list[Tensor] = []
         self.begin = 0
-        """The number of losses before the optimizer step of which parameters are already updated."""
+        """The number of losses before the latest optimizer step, whose update the parameters already have."""
         self.symptoms: list[Tensor | None] = []
 
     def end_step(self) -> None:
-        """End a step of an optimizer. In the training, the values before it were finite and the optimizer stepped."""
+        """End a step of an optimizer. In training, the values before it were finite, and the optimizer stepped."""
         self.begin = len(self.losses)
         self.symptoms.clear()
 
@@ -317,17 +317,17 @@ def loss_of(trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx:
 
 
 def runs_alone(trainer: Trainer, pl_module: LightningModule) -> bool:
-    """Return True if a function computes the loss of a batch and does no more: it calls no backward and no step."""
+    """Return True if a function only computes the loss of a batch, without a backward pass or an optimizer step."""
     return is_automatic(pl_module) or getattr(trainer, "step_function", None) is not None
 
 
 def is_unknown(trainer: Trainer, pl_module: LightningModule) -> bool:
-    """Return True if the steps are those of a loop that has given no function to compute them."""
+    """Return True if the steps belong to a loop that provides no function to compute them."""
     return not hasattr(type(pl_module), "training_step") and not runs_alone(trainer, pl_module)
 
 
 def training_step(pl_module: LightningModule, batch: Any, batch_idx: int) -> Any:
-    """Call the training step of a model with the arguments that it takes.
+    """Call the training step of a model with the arguments in its signature.
 
     Raises:
         ReplayError: If the step reads its batches itself.
@@ -352,10 +352,10 @@ def run_manual(
     gradients: Losses,
     steps: int | None = None,
 ) -> None:
-    """Run a step with manual optimization in which no optimizer and no scheduler steps.
+    """Run a step with manual optimization, without steps of optimizers and schedulers.
 
-    ``gradients`` receives each loss and each step of an optimizer. The run ends before the step that follows ``steps``
-    others; None ends at none.
+    ``gradients`` receives each loss and each step of an optimizer. The run ends at the optimizer step after the first
+    ``steps`` ones. With None, the whole training step runs.
 
     Raises:
         ReplayError: If the step may communicate with other processes.
@@ -384,7 +384,7 @@ def run_manual(
     with ExitStack() as stack:
         for each in (*optimizers, *inner):
             stack.enter_context(replaced(each, "step", step))
-        # manual_backward calls it, and the model may override that.
+        # manual_backward, which the model may override, calls the backward of the strategy.
         stack.enter_context(replaced(trainer.strategy, "backward", backward))
         pl_module.lr_schedulers = partial(_idle_schedulers, pl_module.lr_schedulers())  # type: ignore[method-assign]
         try:
@@ -408,7 +408,7 @@ def _idle_schedulers(schedulers: Any) -> Any:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of an instance, which may hide one of its class."""
+    """Replace an attribute of an instance inside the context. The attribute may come from its class."""
     table = vars(owner)
     had, before = name in table, table.get(name)
     setattr(owner, name, value)

@@ -1,4 +1,4 @@
-"""The folder of a finding: written during the fit, and read to run its step again in a new process."""
+"""Write the folder of a finding during the fit, and run its step again from the folder in a new process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from lightning_recorder.watch.verdict import finding_of_origin
 
 __all__ = ["make_model", "need_parameters", "reproduce", "save_incident"]
 
-_MOST_NODES = 400  # of the graph, as text
+_MOST_NODES = 400  # the maximum number of nodes in the text of the graph
 _NO_LIGHTNING = (
     "running an incident again needs Lightning: pip install lightning. Without it, record a loop with "
     "lightning_recorder.Monitor"
@@ -66,12 +66,12 @@ def save_incident(
         graph=_graph_up_to(trainer, discovery.finding.module),
         max_bytes=max_bytes,
         save_batch=save_batch,
-        has_script=hasattr(type(pl_module), "training_step"),  # the loop of another model is in its program
+        has_script=hasattr(type(pl_module), "training_step"),  # without it, the loop is in the user's program
     )
 
 
 def _state_before(pl_module: LightningModule, kept: KeptBatch, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return the parameters and buffers from before a batch, by the names of ``state_dict``."""
+    """Return the parameters and buffers before a batch, with their names in ``state_dict``."""
     before = {id(each): value for each, value in zip(parameters_of(pl_module), parameters, strict=True)}
     before |= {id(plain_dict(table).get(name)): value for table, name, value in kept.buffers}
     with foreign_code():
@@ -107,9 +107,9 @@ def _graph_up_to(trainer: Trainer, module: str) -> str:
 
 
 def _about_run(trainer: Trainer, pl_module: LightningModule, kept: KeptBatch) -> dict[str, Any]:
-    """Return the settings of a run that are needed to run one of its steps again, as JSON values."""
+    """Return the settings of a run that a replay of one of its steps needs, as JSON values."""
     kind = type(pl_module)
-    # A secret is left out, so that the model gets its default instead of a wrong one.
+    # Secrets are left out, so that the model uses its default instead of a wrong value.
     hparams = {
         name: value
         for name, value in logged_hparams(pl_module).items()
@@ -150,10 +150,10 @@ def _is_plain(value: object) -> bool:
 
 
 def make_model(folder: Path) -> LightningModule:
-    """Return a model of the class of an incident, made with its hyperparameters.
+    """Create a model of the class that had the incident, with the recorded hyperparameters.
 
     Raises:
-        RecorderError: If the class cannot be found, or needs arguments that are not known.
+        RecorderError: If the class cannot be found, or needs arguments that were not recorded.
     """
     about = read_incident(folder).about["model"]
     try:
@@ -191,8 +191,8 @@ def reproduce(folder: str | Path, model: LightningModule, *, checkpoint: str | P
     Args:
         folder: The folder of the incident.
         model: The model. Its parameters and buffers are loaded.
-        checkpoint: A checkpoint with the parameters. Defaults to the parameters that were written to the folder, or
-            to the checkpoint there.
+        checkpoint: A checkpoint with the parameters. Defaults to the parameters in the folder, or to the checkpoint
+            in the folder.
 
     Raises:
         RecorderError: If there are no parameters, the batch was not written, or the files do not fit the model.
@@ -271,7 +271,7 @@ def _same_batch(batch: Any, *args: Any) -> Any:
 
 
 class _Single(Dataset[int]):
-    """One item, for the loop to run a batch."""
+    """A dataset with one item, so that the loop runs one batch."""
 
     def __len__(self) -> int:
         return 1
@@ -295,7 +295,7 @@ class _Again(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         incident, about = self._incident, self._incident.about
         loop: Any = trainer.fit_loop
-        with suppress(AttributeError):  # the counters that the model may read
+        with suppress(AttributeError):  # the model may read these counters
             loop.epoch_progress.current.processed = about["epoch"]
             progress = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
             progress.total.completed = about["global_step"]

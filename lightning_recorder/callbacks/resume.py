@@ -1,4 +1,4 @@
-"""The recorders of a run, their state in checkpoints, and dumps beside checkpoints."""
+"""The base class with the recorders of a run, their state in checkpoints, and dumps beside checkpoints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ _EVALUATIONS = {"validate": "validation", "test": "test", "predict": "prediction
 class ResumeState:
     """Holds statistics that were not yet written to a record when a fit ended or was saved, until the next fit resumes.
 
-    They are restored at the first batch. Before it, the trainer does not know its step and the ranks have not agreed.
+    The statistics are restored at the first batch. Before it, the trainer does not know its step, and the ranks have
+    not yet agreed on the recording.
 
     Args:
         settings: A description of the settings, which must equal that of a saved state.
@@ -79,8 +80,7 @@ class ResumeState:
     def hand_over(self, run: RunRecorder, formatter: SinkFormatter, *, global_step: int, step: int, epoch: int) -> str:
         """Restore the pending state into a run and its formatter, unless it was kept at another ``global_step``.
 
-        Must be called on each rank. The step, as counted by ``self.log``, and the epoch are those at which the run
-        resumes.
+        Must be called on each rank. The run resumes at ``step``, as counted by ``self.log``, and at ``epoch``.
 
         Returns:
             The reason why the state could not be restored, or an empty string.
@@ -106,7 +106,7 @@ class ResumeState:
 
 
 class ResumingCallback(EvaluationCallback):
-    """Base class that has the recorders of a run, saves unwritten statistics in checkpoints, and dumps beside them."""
+    """Base class that saves unwritten statistics in checkpoints, and writes dumps beside checkpoints."""
 
     _keeps_state = True
 
@@ -165,7 +165,7 @@ class ResumingCallback(EvaluationCallback):
 
     @property
     def _waits_for_checkpoints(self) -> bool:
-        """True if ``dumps`` was given as ``"checkpoints"`` only and no dump has been written."""
+        """True if ``dumps`` was given as only ``"checkpoints"``, and no dump has been written."""
         folder = self._dumps.folder
         is_alone = self._dumps.at == ("checkpoints",) and not self._dumps.has_event
         is_asked_for = not isinstance(self.outputs.dumps, bool)
@@ -186,7 +186,7 @@ class ResumingCallback(EvaluationCallback):
             yield why_no_due_validation(trainer, self.sampling, self._began)._replace(what=what)
 
     def _dump_silences(self, trainer: Trainer) -> Iterator[Silence]:
-        """Return the reason why nothing was dumped beside checkpoints although that was asked for."""
+        """Return the reason why no dump was written beside a checkpoint although dumps were requested."""
         if self._pipeline.recorded["train"] and self._waits_for_checkpoints:
             no_files = why_no_files(trainer, self._directory)
             fix = "" if no_files else "Save checkpoints, or pass outputs=Outputs(dumps='records')."
@@ -207,7 +207,7 @@ class ResumingCallback(EvaluationCallback):
         job() if self._run is None else self._pipeline.remove(job)
 
     def _saving_ended(self) -> None:
-        if self._run is None:  # the run failed, and the checkpoint for its exception is saved
+        if self._run is None:  # the run failed, and this is the checkpoint for its exception
             self._dumps.end()
 
     def _keep_state(self, run: RunRecorder, trainer: Trainer) -> None:
@@ -233,14 +233,14 @@ class ResumingCallback(EvaluationCallback):
 
     @property
     def _kept_apart(self) -> dict[str, object]:
-        """Further settings that distinguish the state of this callback, none if they are the defaults."""
+        """Further settings that distinguish the state of this callback; empty if all have their defaults."""
         return {}
 
     @guarded
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # Does not use state_dict: Lightning raises an error at construction of the trainer if two callbacks have the
-        # same state_key, and its message cannot name the argument that distinguishes them.
+        # same state_key, and its message cannot name the argument that would distinguish the callbacks.
         self._checkpoints.expect()
         state: dict[str, Any] = {}
         if self._run is not None:
@@ -253,7 +253,7 @@ class ResumingCallback(EvaluationCallback):
         states[self.state_key] = {**states.get(self.state_key, {}), **packed}
 
     def _state_of(self, run: RunRecorder, trainer: Trainer) -> dict[str, Any]:
-        """Return the merged state of all ranks, or that of this rank after an exception."""
+        """Return the merged state of all ranks. After an exception, return the state of this rank."""
         if not trainer.interrupted:
             return run.merged_state_dict()
         # The other ranks are out of step and cannot be reached.

@@ -1,4 +1,4 @@
-"""Finds the sample that makes a step bad: the step is run again without it, or without parts of its batch."""
+"""Find the sample that makes a step bad, by running the step again without single samples or parts of the batch."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from lightning_recorder.watch import KeptBatch
 
 __all__ = ["FoundRow", "describe_row", "find_row", "search"]
 
-_MOST_DESCRIBED = 3  # tensors
+_MOST_DESCRIBED = 3  # the maximum number of tensors that describe a sample
 
 
 @dataclass(frozen=True)
 class FoundRow:
-    """The sample without which a step is as usual."""
+    """The sample that makes a step bad. Without it, the step has usual values."""
 
-    place: int  # its place in the batch
-    value: float  # the loss or the gradient norm with it
-    without: float  # the same without it; NaN if there are no others
-    others: int  # the number of the other samples that both are about
-    is_only: bool  # True if these are all others of the batch
+    place: int  # the index of the sample in the batch
+    value: float  # the loss or the gradient norm with the sample
+    without: float  # the loss or the gradient norm without the sample; NaN without other samples
+    others: int  # the number of other samples in both measurements
+    is_only: bool  # True if both measurements have all other samples of the batch
     replays: int  # the number of times that the step was run again
 
 
@@ -47,21 +47,22 @@ def find_row(
 ) -> FoundRow | None:
     """Run a step again until the sample that makes it bad is known.
 
-    The first replay shows the share of each sample. If one stands out, the second is without it. Otherwise, or if that
-    changes nothing, the step is run without parts of its batch; see :func:`search`. Everything is the same afterwards.
+    The first replay measures the share of each sample. If a sample stands out, the second replay runs without it. If no
+    sample stands out, or the step stays bad, the step is run without parts of its batch; see :func:`search`. All state
+    is restored afterwards.
 
-    Where the shares of the other samples depend on the one that was left out, or are not known, another one may be the
-    cause. It is then only named if its numbers are far larger than those of all others, or if it makes either half of
-    the others bad: no other sample is in both.
+    If the shares of the other samples depend on the removed sample, or are not known, another sample may be the cause.
+    The removed sample is then only returned if its values are far larger than the values of all other samples, or if it
+    makes each half of the other samples bad: no other sample is in both halves.
 
-    If the step draws random numbers, another sample takes the place of the one that is left out in the last replay, so
-    that each sample gets the same numbers.
+    If the step draws random numbers, the last replay replaces the removed sample by another one, so that each remaining
+    sample gets the same random numbers.
 
-    ``is_bad`` tells from the loss of some samples, or with ``of_gradient`` from the gradient norm, whether they are
-    bad. With ``must_be_only``, the search ends when several are bad.
+    ``is_bad`` receives the loss of some samples, or with ``of_gradient`` their gradient norm, and returns True if the
+    value is bad. With ``must_be_only``, the search ends when several samples are bad.
 
     Returns:
-        None if no sample makes the step bad, or if the samples cannot be told apart.
+        The sample; None if no sample makes the step bad, or if the samples cannot be distinguished.
 
     Raises:
         Exception: If the step raises an error that it did not raise before.
@@ -93,7 +94,7 @@ def find_row(
         return None  # the step is as usual when it is run again
 
     def confirmed(place: int, usual: list[int]) -> FoundRow | None:
-        """Return a sample if it makes others bad that are not bad without it."""
+        """Return the sample at ``place`` if the other samples are bad with it, but not without it."""
         rows = sorted([*usual, place])
         others, kept_places = usual, [index for index, each in enumerate(rows) if each != place]
         if shares.draws:
@@ -128,13 +129,13 @@ def find_row(
 def search(
     samples: int, is_bad: Callable[[Sequence[int]], bool], *, must_be_only: bool = False
 ) -> tuple[int, list[int]] | None:
-    """Return the bad one of some samples; None if there is none.
+    """Find the bad sample of a batch by bisection. The whole batch must be bad.
 
-    All together are known to be bad. At most ``ceil(log2(samples)) + 1`` parts are looked at: as many as tell the
-    samples apart, and one more that tells whether both halves are bad. If they are, it is one more.
+    ``is_bad`` is called at most ``ceil(log2(samples)) + 1`` times: the bisection, and one more call to check whether
+    both halves are bad. If both are bad, one further call is made.
 
     Returns:
-        The bad sample, and others that are not bad without it and bad with it.
+        The bad sample, and other samples that are bad with it but not without it; None if no single sample is bad.
 
     Example:
         >>> search(8, lambda rows: 5 in rows)
@@ -143,8 +144,8 @@ def search(
         (2, [0, 1])
     """
     first, last = list(range(samples // 2)), list(range(samples // 2, samples))
-    # Some samples that are as usual, and some that make these bad. The usual ones stay in each further part, so that
-    # the statistics of a normalization do.
+    # Usual samples, and suspects that make them bad. Each further part contains the usual samples, so that the
+    # statistics of normalizations stay similar.
     usual, suspects = last, first
     if is_bad(last):
         usual, suspects = first, last
@@ -160,12 +161,12 @@ def search(
         else:
             usual, suspects = sorted([*usual, *half]), rest
     if are_several and not usual and not (rest and not is_bad(rest)):
-        return None  # otherwise nothing may depend on the samples
+        return None  # the step may be bad with any samples
     return suspects[0], usual
 
 
 def describe_row(batch: Any, place: int) -> str:
-    """Return the values of a sample beside those of the others in its batch; empty if there are no numbers."""
+    """Return the value ranges of a sample and of the rest of its batch as text; empty if there are no numbers."""
     parts: list[str] = []
     for path, tensor in iter_tensors(batch, "batch", unknown=ignore_unknown):
         if len(parts) == _MOST_DESCRIBED:

@@ -1,4 +1,4 @@
-"""The share of each sample in the loss and in the gradient norm of a step, read while the step runs."""
+"""Measure the share of each sample in the loss and in the gradient norm of a step while the step runs."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ from lightning_recorder.structure import ignore_unknown, iter_tensors
 
 __all__ = ["RowShares"]
 
-_FAR = 10.0  # a sample whose values are this many times as large as those of every other one stands out
-_SAME = 1e-3  # the difference between the shares of two runs, relative to them
+_FAR = 10.0  # a sample stands out if its largest value is this many times that of every other sample
+_SAME = 1e-3  # the relative tolerance for equal shares in two runs
 _MOST_GROUPS = 2
 _LOSSES = {function for function, name in KNOWN.items() if FUNCTIONS[name].kind == "losses"}
 _ADDING = {torch.mean, Tensor.mean, torch.sum, Tensor.sum, torch.nanmean, Tensor.nanmean}
 
 
 class RowShares(TorchFunctionMode):
-    """Reads from a step what each of its samples contributes, while it is active.
+    """Measures the contribution of each sample to a step that runs inside the context.
 
-    The loss is a sum of functions that return one number: losses of torch, means and sums. Each is computed again
-    without the reduction, and counts as much as the derivative of the loss with respect to it. The part of a sample in
-    the gradient norm is the sum, over the calls that have a parameter as an argument, of the norm of its inputs times
-    the norm of the gradient of its outputs. For a linear layer, that is the norm of the gradient of this sample alone.
+    The loss is treated as a sum of reductions: torch losses, means and sums. Each one is computed again without its
+    reduction, and weighted by the derivative of the loss with respect to it. For the gradient norm, each call with a
+    parameter among its arguments contributes the norm of the sample's inputs times the norm of the gradient of the
+    sample's outputs. For a linear layer, this is the norm of the weight gradient of the sample alone.
 
-    None of this is exact if samples depend on each other, as in a normalization over the batch, or if the first
-    dimension does not count the samples. So :meth:`suspects` must be checked by a run without them.
+    The shares are not exact if samples depend on each other, as in a normalization over the batch, or if the first
+    dimension is not the batch dimension. The result of :meth:`suspects` must therefore be checked by a run without
+    these samples.
 
     Args:
         batch: The batch.
         samples: The number of its samples.
         parameters: The parameters of the model.
-        of_gradient: Read the parts in the gradient norm; otherwise those in the loss.
+        of_gradient: Measure the shares in the gradient norm instead of the loss.
     """
 
     def __init__(self, batch: Any, samples: int, parameters: Iterable[nn.Parameter], *, of_gradient: bool) -> None:
@@ -51,8 +52,8 @@ class RowShares(TorchFunctionMode):
         self._batch, self._samples = batch, samples
         self._parameters = {id(each) for each in parameters} if of_gradient else set()
         self._stance = EagerStance()
-        self._parts: list[tuple[Tensor, Tensor]] = []  # a function that returns one number, and its values by sample
-        self._bad: Tensor | None = None  # the samples with values that are not finite where there were first some
+        self._parts: list[tuple[Tensor, Tensor]] = []  # the results of the reductions, each with its values by sample
+        self._bad: Tensor | None = None  # the samples with NaN or infinity in the first result that has any
         self._shares: Tensor | None = None
         self._is_of_gradient = of_gradient
         self.draws = False
@@ -90,7 +91,7 @@ class RowShares(TorchFunctionMode):
             self._note_gradient((*args, *kwargs.values()), result)
 
     def _by_sample(self, tensor: Any) -> Tensor | None:
-        """Return the values of a tensor by sample, ``[samples, values]``; None if it is not about the samples."""
+        """Return the tensor as ``[samples, values]``; None if its first dimension is not a multiple of the samples."""
         if not isinstance(tensor, Tensor) or not tensor.dim() or not len(tensor) or len(tensor) % self._samples:
             return None
         return tensor.detach().reshape(self._samples, -1)
@@ -110,7 +111,7 @@ class RowShares(TorchFunctionMode):
             self._parts.append((result, rows.double().sum(1)))
 
     def _note_bad(self, rows: Tensor) -> None:
-        # An infinity below zero is often that of a mask.
+        # Minus infinity often comes from a mask.
         bad = (rows.isnan() | rows.isposinf()).any(1)
         if bool(bad.any()):
             self._bad = bad
@@ -143,16 +144,16 @@ class RowShares(TorchFunctionMode):
             if weight is None:
                 continue
             total = rows.sum()
-            scale = weight.double() * result.detach().double() / total  # of a mean, or of a weighted one
+            scale = weight.double() * result.detach().double() / total  # includes the weights of a weighted mean
             share = rows * scale if bool(scale.isfinite()) and bool(total != 0) else rows
             self._shares = share if self._shares is None else self._shares + share
 
     def suspects(self, is_bad: Callable[[float], bool], whole: float) -> list[list[int]]:
-        """Return groups of samples that seem to make a value bad, the likeliest first, and in each the worst first.
+        """Return groups of samples that may make a value bad. The likeliest group, and its worst sample, come first.
 
         Args:
-            is_bad: A function that tells from the value of some samples whether it is bad.
-            whole: The value of all samples.
+            is_bad: A function that returns True if a loss or gradient norm is bad.
+            whole: The loss or gradient norm of all samples.
         """
         shares = None if self._shares is None else self._shares.cpu()
         found = [[] if shares is None else self._explaining(shares, is_bad, whole)]
@@ -165,19 +166,19 @@ class RowShares(TorchFunctionMode):
         return [each for place, each in enumerate(usable) if each not in usable[:place]][:_MOST_GROUPS]
 
     def agree(self, other: RowShares, own_places: Sequence[int], other_places: Sequence[int]) -> bool:
-        """Return True if some samples have the same shares of each other in another run, in which they have places."""
+        """Return True if the relative shares of samples are the same in two runs. The places are their indices."""
         if self._shares is None or other._shares is None or not own_places:
             return False
         own, others = self._shares[list(own_places)], other._shares[list(other_places)]
         return torch.allclose(own * others.sum(), others * own.sum(), rtol=_SAME, atol=0.0)
 
     def _explaining(self, shares: Tensor, is_bad: Callable[[float], bool], whole: float) -> list[int]:
-        """Return the fewest samples without which the others would be as usual."""
+        """Return the smallest set of samples without which the value would be usual."""
         if not math.isfinite(whole) or not bool(shares.isfinite().all()):
             return torch.nonzero(~shares.isfinite()).flatten().tolist()
         shares, order = shares.sort(descending=True)
         rest = float(shares.sum())
-        outside = 0.0 if self._is_of_gradient else whole - rest  # a penalty that is about no sample
+        outside = 0.0 if self._is_of_gradient else whole - rest  # such as a weight penalty, which belongs to no sample
         scale = whole / rest if self._is_of_gradient and rest else 1.0
         for count, share in enumerate(shares[: self._samples // 2].tolist(), 1):
             rest -= share
@@ -187,7 +188,7 @@ class RowShares(TorchFunctionMode):
 
     @cached_property
     def standing_out(self) -> int | None:
-        """The sample whose numbers in the batch are far larger than those of all others; None if there is none."""
+        """The sample whose values in the batch are far larger than the values of all other samples, or None."""
         best = _FAR
         found: int | None = None
         for _, tensor in iter_tensors(self._batch, unknown=ignore_unknown):
@@ -201,7 +202,7 @@ class RowShares(TorchFunctionMode):
 
 
 def _norms(rows: Tensor) -> Tensor:
-    if not rows.is_floating_point():  # such as the numbers of tokens
+    if not rows.is_floating_point():  # such as token ids
         return torch.ones(len(rows), dtype=torch.float64, device=rows.device)
     found: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
     return found

@@ -1,4 +1,4 @@
-"""The settings and the batches of a fit, which explain why two runs differ."""
+"""The settings of a fit and the checksums of its batches, which explain why two runs differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_recorder.statistics import batch_fingerprint
 __all__ = ["BatchFingerprints", "logged_hparams", "run_settings"]
 
 _MOST_GROUPS = 8
-_LONGEST = 200  # characters of a value
+_LONGEST = 200  # the maximum number of characters of a value
 _OF_TRAINER = ("precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "num_devices")
 
 
@@ -26,8 +26,8 @@ def run_settings(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]
     """Return the settings of a fit as JSON values.
 
     Returns:
-        A dictionary with ``trainer``, ``optimizers`` (the class and the groups of each), ``data``, ``seeds`` and
-        ``hparams``. A part that cannot be read is left out, and secrets are hidden.
+        A dictionary with ``trainer``, ``optimizers`` (the class and the parameter groups of each), ``data``, ``seeds``
+        and ``hparams``. Entries that cannot be read are left out. Secrets are hidden.
     """
     parts: dict[str, Callable[[], Any]] = {
         "trainer": lambda: _trainer(trainer),
@@ -44,7 +44,7 @@ def run_settings(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]
 
 
 def logged_hparams(pl_module: LightningModule) -> dict[str, Any]:
-    """Return the hyperparameters that the loggers may have: none after ``save_hyperparameters(logger=False)``."""
+    """Return the hyperparameters for the loggers. Empty after ``save_hyperparameters(logger=False)``."""
     # Lightning has no public name for this.
     is_logged = hasattr(type(pl_module), "training_step") and getattr(pl_module, "_log_hyperparams", False)
     return {str(name): value for name, value in pl_module.hparams.items()} if is_logged else {}
@@ -107,7 +107,10 @@ class BatchFingerprints:
         _latest.pop(trainer, None)
 
     def add(self, trainer: Trainer, batch: Any, step: int, batch_idx: int, *, apart: bool) -> None:
-        """Add a recorded batch. With ``apart``, discard those of earlier steps: each step has its own record."""
+        """Add the checksums of a recorded batch. With ``apart``, discard those of earlier steps.
+
+        Use ``apart`` if each step has its own record.
+        """
         latest, which = _latest.get(trainer), (trainer.current_epoch, step, batch_idx)
         if latest is None or latest[0] != which:
             latest = _latest[trainer] = (which, batch_fingerprint(batch))
@@ -116,6 +119,6 @@ class BatchFingerprints:
         self._step, self._found = step, found if before is None or found is None else before * 31 + found
 
     def take(self) -> Tensor | None:
-        """Return the checksums and begin anew."""
+        """Return the collected checksums and clear them."""
         found, self._found, self._step = self._found, None, None
         return found

@@ -22,9 +22,9 @@ _findings: weakref.WeakKeyDictionary[Trainer, RunFindings] = weakref.WeakKeyDict
 def findings_of(
     trainer: Trainer, pl_module: LightningModule, directory: Path | None, label: str, *, strict: bool
 ) -> RunFindings:
-    """Return the findings of the trainer's fit, new for the first recorder of the fit."""
+    """Return the findings of the trainer's fit. The first recorder of the fit creates them."""
     found = _findings.get(trainer)
-    if found is None or label in found:  # in it if an earlier fit did not end
+    if found is None or label in found:  # the label is present if an earlier fit did not end
         found = _findings[trainer] = RunFindings(
             directory,
             log=rank_zero_info,
@@ -36,7 +36,7 @@ def findings_of(
 
 
 def end_findings(findings: RunFindings, label: str, sink: Sink | None, why: str = "") -> None:
-    """End the records of a recorder. Forget findings that are complete: the next fit of the trainer has new ones."""
+    """End the records of a recorder. Drop the findings once they are complete, because the next fit has new ones."""
     if findings.end(label, sink, why):
         for trainer in [each for each, found in _findings.items() if found is findings]:
             del _findings[trainer]

@@ -72,7 +72,7 @@ __all__ = ["DEFAULT_STATISTICS", "SampledOptions", "StatisticsCallback", "Statis
 
 
 class SampledOptions(TypedDict, total=False):
-    """The types of the arguments of every recorder of statistics. ``StatisticsCallback`` has their defaults."""
+    """The arguments that all recorders of statistics share. ``StatisticsCallback`` has their defaults."""
 
     types: str | type[nn.Module] | Sequence[str | type[nn.Module]] | None
     exclude: str | Sequence[str] | None
@@ -84,7 +84,7 @@ class SampledOptions(TypedDict, total=False):
 
 
 class StatisticsOptions(SampledOptions, total=False):
-    """The same with the arguments that the recorder of costs does not have."""
+    """The shared arguments of all recorders of statistics except the recorder of costs."""
 
     reduce: int | Literal["step", "epoch"]
     statistics: str | Sequence[str]
@@ -290,12 +290,12 @@ class StatisticsCallback(ResumingCallback):
 
     @property
     def _further_settings(self) -> list[object]:
-        """The settings of a subclass that ranks and resumed runs must share: those that differ from the defaults."""
+        """The non-default settings of a subclass. Ranks and resumed runs must share them."""
         return []
 
     @property
     def _tag_kinds(self) -> set[str]:
-        """The kinds of tags. Two recorders of the same name must not write the same kind for the same module."""
+        """The kinds of tags. Two recorders of the same name must not write the same kind of tag for a module."""
         return set(self.stages)
 
     @property
@@ -350,7 +350,7 @@ class StatisticsCallback(ResumingCallback):
                 if findings is not None:
                     why = "it failed, as a warning said" if failed else self._why_nothing
                     end_findings(findings, self._pipeline.label, self._sink, why)
-        if trainer is None or not trainer.interrupted:  # otherwise the exception's checkpoint follows
+        if trainer is None or not trainer.interrupted:  # otherwise a checkpoint for the exception follows
             self._dumps.end()
 
     @guarded
@@ -371,7 +371,7 @@ class StatisticsCallback(ResumingCallback):
     # Batches.
 
     def record_step(self, step: int) -> None:
-        """Also record this step, unless the recorder is disabled or merges several steps into a record."""
+        """Record a step in addition to the schedule, unless the recorder is disabled or merges steps into a record."""
         if self._run is not None and self._enabled and self.reduce == "step":
             self._run.requested_step = step
 
@@ -392,7 +392,7 @@ class StatisticsCallback(ResumingCallback):
         self._run.enabled = self._enabled
         if self._run.skip_batch(step, epoch):
             if self._run.phase is RunPhase.IDLE and "on_train_batch_end" not in vars(self):
-                self._hide_hooks(trainer, *BATCH_HOOKS[1:6])  # the start of each batch may be due
+                self._hide_hooks(trainer, *BATCH_HOOKS[1:6])  # not the hook of the start: the next batch may be due
             return
         self._show_hooks()
         self._run.start_batch(step, epoch, partial(self._prepare, trainer, pl_module, self._run.recorder))
@@ -418,7 +418,8 @@ class StatisticsCallback(ResumingCallback):
         if not is_automatic(pl_module):  # another optimizer may have stepped in this batch
             self._end_step(trainer, pl_module, self._run)
         elif calls_closure_once(pl_module, optimizer):
-            # The recorders share a function mode, under which the hooks of the callbacks between them would run, too.
+            # End the shared function mode of all recorders now. Otherwise the hooks of callbacks between the recorders
+            # would run under it.
             for each in trainer.callbacks:  # type: ignore[attr-defined]  # set in Trainer.__init__
                 if isinstance(each, StatisticsCallback) and each._run is not None:
                     each._run.recorder.end_of_model()

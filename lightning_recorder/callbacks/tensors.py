@@ -66,7 +66,7 @@ class TensorsCallback(StatisticsCallback):
 
     @override
     def _release(self, trainer: Trainer | None) -> None:
-        self._chosen_functions = None  # it refers to the model
+        self._chosen_functions = None  # drops a reference to the model
         super()._release(trainer)
 
     def _tapping(
@@ -85,7 +85,7 @@ class TensorsCallback(StatisticsCallback):
         )
 
     def _functions_in(self, stage: str) -> ChosenFunctions | None:
-        """Return the functions to record in a stage. In evaluations dropout is one by default: it should do nothing."""
+        """Return the functions to record in a stage. Evaluations add dropout by default, which should be inactive."""
         chosen = self._chosen_functions
         if chosen is None or stage == "train" or self.functions != _DEFAULT_FUNCTIONS:
             return chosen
@@ -97,7 +97,7 @@ class TensorsCallback(StatisticsCallback):
         return self.compiled != "skip" and not self._traced
 
     def _why_eager(self, device: torch.device) -> str:
-        """Return why the arguments do not allow to record inside compiled code, or an empty string if they do."""
+        """Return the reason why the arguments prevent recording inside compiled code, or an empty string."""
         if self.compiled == "auto" and device.type != "cpu":
             return f"that is tested little on other devices; compiled='inside' does it on a {device.type} device, too"
         if self.group != "gradients":
@@ -122,7 +122,7 @@ class TensorsCallback(StatisticsCallback):
     def _chosen(self, pl_module: LightningModule) -> SelectedModules | None:
         modules = super()._chosen(pl_module)
         if modules is None and self.selection.names is not None and self.functions:
-            modules = SelectedModules({}, {})  # functions alone were named
+            modules = SelectedModules({}, {})  # ``names`` matched only functions
         if self.functions and self._pipeline.coverage is not None:
             chosen = {name: vars(self.selection)[name] for name in ("names", "types", "exclude")}
             self._chosen_functions = ChosenFunctions(pl_module, self.functions, **chosen)
@@ -133,7 +133,7 @@ class TensorsCallback(StatisticsCallback):
         return modules
 
     def _way_to_record(self, pl_module: LightningModule, modules: SelectedModules, compiled: ModuleSet) -> str:
-        """Choose how to record compiled modules, and return this as the receipt has it."""
+        """Choose how to record compiled modules, and return the choice in the words of the receipt."""
         if self.compiled == "eager":
             return "eager"
         why = self._why_eager(device_of(pl_module)) or why_not_traceable(pl_module, modules.values())

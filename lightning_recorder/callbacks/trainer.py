@@ -42,18 +42,18 @@ __all__ = [
 ]
 
 _FOLDER_BYTES = 4096  # the size of an empty folder
-_MOST_RUNS = 10_000  # at the same time in one folder
+_MOST_RUNS = 10_000  # the maximum number of simultaneous runs in one folder
 
-# For each trainer, what :func:`recorder_directory` and :func:`exclusive_directory` returned.
+# For each trainer, the results of :func:`recorder_directory` and :func:`exclusive_directory`.
 _exclusive: weakref.WeakKeyDictionary[Trainer, tuple[Path, Path]] = weakref.WeakKeyDictionary()
 
 
 def logged_step(trainer: Trainer) -> int:
     """Return the step at which ``self.log`` would log now: the number of batches that ended in an optimizer step.
 
-    ``global_step`` is not used, because it counts a batch twice if two optimizers step in it and so does not match the
-    x-axis of the user's own metrics. The attribute is private, but Lightning's own monitors use it. If it does not
-    exist, ``global_step`` is returned.
+    ``global_step`` counts a batch twice if two optimizers step in it, so it does not match the x-axis of the user's own
+    metrics. This function therefore reads a private attribute, which Lightning's own monitors use as well. Without this
+    attribute, ``global_step`` is returned.
     """
     try:
         return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
@@ -72,8 +72,8 @@ def recorder_directory(trainer: Trainer) -> Path | None:
 
     The folder is in ``trainer.log_dir``, or in ``default_root_dir`` if the logger has no folder. If the first logger
     uses one folder for all runs, as the W&B logger does, it is in the subfolder ``<name>/<version>``, beside the
-    checkpoints. Return ``None`` for a ``fast_dev_run`` or a barebones run, which write no files, and if the folder is
-    not local.
+    checkpoints. Return ``None`` if the folder is not local, and for a ``fast_dev_run`` or a barebones run, which write
+    no files.
 
     Note:
         Must be called on every rank, because Lightning broadcasts the folder.
@@ -88,14 +88,14 @@ def recorder_directory(trainer: Trainer) -> Path | None:
 
 
 def exclusive_directory(trainer: Trainer) -> Path | None:
-    """Return a folder for the run's recordings that no other trainer writes to, of this or of another process.
+    """Return a folder for the run's recordings to which no other trainer writes, in this or another process.
 
-    The folder is that of :func:`recorder_directory` if it is new, if the run resumes, or if the trainer has other
-    recorders, which use it. Otherwise it is in a folder beside it: ``version_0-2`` beside ``version_0``. Without a
-    logger, it is in ``<default_root_dir>/recordings/version_<number>``. All runs of a trainer have the same folder.
+    This is the result of :func:`recorder_directory` if that folder is new, if the run resumes, or if other recorders of
+    the trainer use it. Otherwise the folder is in a new version folder: ``version_0-2`` beside ``version_0``. Without a
+    logger, it is in ``<default_root_dir>/recordings/version_<number>``. All runs of a trainer use the same folder.
 
     Note:
-        Must be called on every rank. Rank 0 creates the folder, so that no other process can choose it too.
+        Must be called on every rank. Rank 0 creates the folder, so that no other process can choose the same one.
     """
     directory = recorder_directory(trainer)
     if directory is None:
@@ -126,7 +126,7 @@ def _reserved(trainer: Trainer, directory: Path) -> Path:
         except FileExistsError:
             continue
         except OSError:
-            break  # the recorders report it
+            break  # the recorders report the error
         return parent / name / directory.name
     return directory
 
@@ -135,7 +135,7 @@ def _reserved(trainer: Trainer, directory: Path) -> Path:
 class _Claim:
     """The folder that a trainer writes to."""
 
-    default: Path  # the folder that it would write to alone
+    default: Path  # the folder that it would write to if no other process used it
     directory: Path  # the folder that it writes to
     lock: FolderLock | None = None  # the lock of this folder, on rank 0 during a run
     users: set[int] = field(default_factory=set)  # the ids of the recorders in the run
@@ -145,10 +145,10 @@ _claims: weakref.WeakKeyDictionary[Trainer, _Claim] = weakref.WeakKeyDictionary(
 
 
 def claimed_directory(trainer: Trainer, directory: Path | None, user: object) -> Path | None:
-    """Return the folder for the recordings of a run that no other process records into at the same time.
+    """Return a folder for the recordings of a run that no other process uses at the same time.
 
-    This is the given folder, unless another process has locked it. Then it is a new folder ``run-<number>`` beside it,
-    and a warning says so. All recorders of a trainer get the same folder, also in its further runs.
+    This is the given folder, unless another process has locked it. In that case, it is a new folder ``run-<number>``
+    beside the given one, and a warning is given. All recorders of a trainer get the same folder, in all its runs.
 
     The recorder calls :func:`release_directory` when its run ends.
 
@@ -170,7 +170,7 @@ def claimed_directory(trainer: Trainer, directory: Path | None, user: object) ->
 
 
 def release_directory(trainer: Trainer, user: object) -> None:
-    """Let other processes use the folder of a trainer when its last recorder has ended. Idempotent."""
+    """Unlock the folder of a trainer when its last recorder has ended. Idempotent."""
     claim = _claims.get(trainer)
     if claim is not None:
         claim.users.discard(id(user))
@@ -196,12 +196,12 @@ def _locked_directory(claim: _Claim) -> tuple[Path, FolderLock | None]:
                 )
                 return other, lock_folder(other)
     except OSError:
-        pass  # the recorders report it
+        pass  # the recorders report the error
     return claim.directory, None
 
 
 def make_directory(directory: Path | None, *, strict: bool) -> None:
-    """Create a folder, if the run has one. After a failure, which gives one warning, each write tries it again.
+    """Create a folder, if the run has one. A failure gives one warning, and each write tries again.
 
     Raises:
         OSError: If ``strict``, unless the disk is full.
@@ -226,10 +226,10 @@ def _run_of(logger: Logger) -> list[str]:
 
 
 def stepped(trainer: Trainer, batch_idx: int) -> bool:
-    """Return True if ``self.log`` counts a step after the batch that ends. Equal on all ranks.
+    """Return True if ``self.log`` counts a step after the batch that ends. The result is the same on all ranks.
 
-    With gradient accumulation, this is the last of the accumulated batches. In manual optimization, the trainer does
-    not accumulate batches, so it is every batch. A plain loop decides this itself.
+    With gradient accumulation, a step ends after the last of the accumulated batches. In manual optimization, the
+    trainer does not accumulate batches, so every batch ends a step. A plain loop decides this itself.
     """
     has_stepped: bool | None = getattr(trainer, "has_stepped", None)
     if has_stepped is not None:
@@ -248,7 +248,7 @@ def gradient_factor(trainer: Trainer, scale: float) -> float:
 
 
 def calls_closure_once(pl_module: LightningModule, optimizer: object) -> bool:
-    """Return True if a step of the optimizer is known to run the training step a single time, at its beginning."""
+    """Return True if the optimizer is known to call its closure, the training step, once, at the start of a step."""
     kind = type(optimizer)
     is_known = kind.__module__.startswith("torch.optim.") and kind.__name__ != "LBFGS"
     return is_known and type(pl_module).optimizer_step is LightningModule.optimizer_step
@@ -260,21 +260,21 @@ def is_automatic(pl_module: LightningModule) -> bool:
 
 
 def _is_lightning(model: object) -> bool:
-    """Return True for a LightningModule under any name of the package, without calling code of another model."""
+    """Return True for a LightningModule of either package name, without running code of other models."""
     return hasattr(type(model), "automatic_optimization")
 
 
 def device_of(pl_module: LightningModule) -> torch.device:
-    """Return the device of the model, or of its first parameter if it does not name one."""
+    """Return the device of the model, or of its first parameter if the model has no attribute ``device``."""
     if _is_lightning(pl_module):
         return pl_module.device
     return next((each.device for each in parameters_of(pl_module)), torch.device("cpu"))
 
 
 def averaged_ranks(trainer: Trainer) -> int:
-    """Return the number of ranks over whose losses the strategy takes the mean: those with batches of their own.
+    """Return the number of ranks over whose losses the strategy averages: the ranks with their own batches.
 
-    With tensor parallelism, several ranks share a batch, so it is smaller than the number of processes.
+    With tensor parallelism, several ranks share a batch, so the number is smaller than the number of processes.
     """
     try:
         return int(trainer.strategy.distributed_sampler_kwargs["num_replicas"])  # type: ignore[attr-defined]  # of ParallelStrategy
@@ -290,8 +290,8 @@ def running_function(trainer: Any) -> str:
 class LossScale:
     """Tracks the scale of a ``GradScaler`` across the steps of a batch. The scale is 1 without a ``GradScaler``.
 
-    If the gradients of a step are not finite, the optimizer skips the step and the scale shrinks. It shrinks at no
-    other time, so a smaller scale means a skipped step.
+    If the gradients of a step are not finite, the optimizer skips the step and the scale shrinks. The scale shrinks
+    only then, so a smaller scale means a skipped step.
 
     Note:
         On a GPU, reading the scale synchronizes with the device.
@@ -329,10 +329,10 @@ def are_ranks_even(trainer: Trainer) -> bool:
 
 
 def ends_step(trainer: Trainer, batch_idx: int) -> bool:
-    """Return True after the same batches on all ranks, even if an optimizer steps on one of them alone.
+    """Return True if a step ends after this batch. The result is the same on all ranks, even if only one rank steps.
 
-    These are the batches after which a trainer steps, and all batches of a plain loop that does not say how many it
-    accumulates.
+    For a trainer, these are the batches after which it steps. In a plain loop, this is every n-th batch, where n is
+    ``accumulate_grad_batches``, by default 1.
     """
     if getattr(trainer, "has_stepped", None) is None:
         return stepped(trainer, batch_idx)
@@ -349,9 +349,9 @@ def merge_ranks(
     about: str,
     name: str,
 ) -> Exchange | None:
-    """Let the recorders of a callback merge their records across ranks, if the ranks agree on it.
+    """Set up merging across ranks for the recorders of a callback, if all ranks have the same settings.
 
-    Warns on rank 0 if they do not. Must be called on every rank. Returns the exchange, which must be closed.
+    Warns on rank 0 if the ranks do not agree. Must be called on every rank. Returns the exchange, which must be closed.
     """
     exchange, why = None, ""
     if are_ranks_even(trainer):
@@ -375,6 +375,6 @@ def merge_ranks(
 
 
 def decline(trainer: Trainer) -> None:
-    """Tell the other ranks that recording is switched off on this one."""
+    """Tell the other ranks that recording is switched off on this rank."""
     if are_ranks_even(trainer):
         Exchange(trainer.strategy.root_device).agree(False, "")

@@ -57,79 +57,81 @@ _CHOICES = ("warn", "stop", *ACTIONS)
 class StepWatch(RecorderCallback):
     """Watches the loss and the gradient norm of every step, and names the origin of the first bad value.
 
-    It is added to each trainer that has a recorder of statistics, unless the trainer has one already. One that you pass
-    replaces that of :func:`~lightning_recorder.default_recorders`. Loss and gradient norm of every step are written to
-    the records (``watch``). Those of the steps that Lightning logs are also written to the loggers, as ``watch/loss``
-    and ``watch/grad_norm``. The records also have what the user logs with ``self.log``, and the learning rates, in the
-    stage ``logged``: those of the first 16 steps, of the steps that Lightning logs, and of epochs and validations.
+    A watch is added to each trainer that has a recorder of statistics, unless the trainer already has one. Your own
+    watch replaces the one of :func:`~lightning_recorder.default_recorders`. The loss and the gradient norm of every
+    step are written to the records (``watch``). At the steps that Lightning logs, they are also written to the loggers,
+    as ``watch/loss`` and ``watch/grad_norm``. The stage ``logged`` of the records has the values that the user logs
+    with ``self.log``, and the learning rates, for the first 16 steps, the steps that Lightning logs, epochs and
+    validations.
 
     At the first step whose loss or gradients are not finite, the step is run again with its batch, its random numbers
-    and its buffers, and the finding names the module, the number of the call, the direction, the operation, the line of
+    and its buffers. The finding names the module, the number of the call, the direction, the operation, the line of
     code and the batch. The training does not change. On a CPU, and with ``wait=True`` on other devices, this happens
     before the optimizer steps. On a GPU, the values arrive a step later, when the parameters may already be spoiled.
-    The step is then run again with a copy of them; see ``keep_parameters``. Without one, the finding names the step and
-    the direction, and the option that would have named the module. A step that a ``GradScaler`` skips because of an
-    overflow is no finding.
+    The step is then run again with a copy of the parameters; see ``keep_parameters``. Without a copy, the finding names
+    the step and the direction, and the option that would have named the module. A step that a ``GradScaler`` skips
+    because of an overflow is no finding.
 
-    A loss or a gradient norm above ``spikes`` times its running median is a finding, too, and the recorders record the
-    next step. It must also exceed three times the largest of the 10 steps before, so that the high values after a spike
-    are not counted again, and the noise of the series. A larger value within 10 steps is part of the same spike. Among
-    the first 20 steps, only a loss that a single sample makes ten times as large as that is a spike. A spike of the
-    gradient norm alone is a note if the trainer clips gradients, and does not end the fit. So is a spike of a loss that
-    stays below half of the first losses, unless the loss has not come back 50 steps later. A loss that falls to 10,000
-    times the size of its first values below zero is a finding as well.
+    A loss or a gradient norm above ``spikes`` times its running median is a finding as well, and the recorders record
+    the next step. The value must also exceed the noise of the series, and three times the largest value of the 10 steps
+    before, so that high values after a spike are not counted again. A larger value within 10 steps is part of the same
+    spike. Among the first 20 steps, only a loss above 10 × ``spikes`` times the median is a spike, and only if a single
+    sample makes it. A spike of the gradient norm alone is a note if the trainer clips gradients, and does not end the
+    fit. A spike of a loss that stays below half of the first losses is a note, too, unless the loss is still high 50
+    steps later. A loss that falls below zero by 10,000 times the size of its first values is a finding as well.
 
     Args:
-        spikes: The multiple of the running median from which on a value is a spike; 0 reports no spikes.
-        on_finding: The action on a finding. ``"warn"`` logs it, once per kind and module. ``"stop"`` also saves a
-            checkpoint and ends the fit. ``"skip"``, ``"rollback"`` and ``"lower_lr"`` act on each bad step before its
-            optimizer steps: they leave it out; restore the state of some steps before as well, whose batches then come
-            again; or lower the learning rate. A function is called with each
-            :class:`~lightning_recorder.insight.Finding`. If it returns one of these three words, that is done, and it
-            is called again at the next such step.
-        max_actions: The maximum number of times that it acts in a fit.
-        rollback_steps: A rollback goes back at most this number of steps, by default 50. The batches of the latest
-            steps are kept for it where the loader made them, and two copies of the parameters, the buffers and the
-            optimizer's state, three after the start of an epoch. A function that may return ``"rollback"`` needs it.
-        lr_factor: The factor of ``"lower_lr"`` for all learning rates, also those of the schedulers.
+        spikes: A value is a spike if it is at least this multiple of the running median; 0 reports no spikes.
+        on_finding: The action on a finding. ``"warn"`` logs the finding, once per kind and module. ``"stop"`` also
+            saves a checkpoint and ends the fit. ``"skip"``, ``"rollback"`` and ``"lower_lr"`` act on each bad step
+            before its optimizer steps. ``"skip"`` skips the step. ``"rollback"`` also restores the state of some steps
+            before, and repeats the batches since then. ``"lower_lr"`` lowers the learning rate. A function is called
+            with each :class:`~lightning_recorder.insight.Finding`. If the function returns one of these three words,
+            this action is done, and the function is called again at the next such step.
+        max_actions: The maximum number of actions in a fit.
+        rollback_steps: The maximum number of steps that a rollback goes back, by default 50. The batches of the latest
+            steps are kept for it, before their transfer to the device. Two copies of the parameters, the buffers and
+            the optimizer state are kept as well, and a third one after the start of an epoch. Required if a function
+            may return ``"rollback"``.
+        lr_factor: The factor of ``"lower_lr"`` for all learning rates, including those of the schedulers.
         wait: Wait for the device before each optimizer step, so that a bad step can be run again exactly. On a CPU,
             there is nothing to wait for.
-        keep_parameters: Keep a copy of the parameters on a device whose values arrive late, for the same purpose. With
-            True, one is taken before each optimizer step; the device then always has work. ``"auto"`` keeps two,
-            without waiting, if both take less than a tenth of the memory that is left, and takes one as often as that
-            takes less than 1 % of the time of the steps. A bad step may then be run again with the parameters of a few
-            steps before, and the finding says so. There are none with manual optimization or sharded parameters. False
-            keeps none.
-        every_module: Check the outputs of all modules, and the gradients of them, on the device in every step. The
-            module is then also named where a step cannot be run again, but not the operation. This takes one kernel
-            and one call of a hook for each of them in every step.
+        keep_parameters: Keep copies of the parameters, so that a bad step can be run again on a device whose values
+            arrive late. True copies them before each optimizer step; the device always has work meanwhile. ``"auto"``
+            keeps two copies without waiting, if both take less than a tenth of the free memory. It copies as often as
+            copying takes less than 1 % of the time of the steps. A bad step may then be run again with the parameters
+            of a few steps before, and the finding says so. No copies are kept with manual optimization, with sharded
+            parameters, or with False.
+        every_module: Check the outputs of all modules, and the gradients of the outputs, on the device in every step.
+            The finding then also names the module, but not the operation, if a step cannot be run again. Every step
+            has one more kernel and one more hook call for each output and each gradient.
         check_ranks_every_n_steps: With several ranks, the number of steps between two comparisons of their parameters,
-            buffers and optimizer states, in addition to those at each record; 0 compares after the first step only.
-            By default, they are compared after 1, 3, 10, 30, 100, 300, and then every 1,000 steps.
-        incidents: Write the state of the step to ``<log_dir>/recorder/incidents/step-<n>``, with a script that runs it
-            again. The finding itself is always written there.
-        save_batch: Also write the batch there. Switch it off if the data are private.
-        save_parameters: Also write the parameters and buffers from before the step there.
+            buffers and optimizer states, in addition to the comparisons at each record; 0 compares after the first step
+            only. By default, the ranks are compared after 1, 3, 10, 30, 100, 300, and then every 1,000 steps.
+        incidents: Write the state of the step to ``<log_dir>/recorder/incidents/step-<n>``, with a script that runs the
+            step again. The finding itself is always written there.
+        save_batch: Also write the batch to this folder. Switch it off if the data are private.
+        save_parameters: Also write the parameters and buffers from before the step to this folder.
         max_bytes: The maximum size in bytes of the batch, and of the parameters, in each of these folders.
         sinks: Further sinks, in addition to the loggers of the trainer.
         strict: Raise errors of the recorder instead of warning about them.
 
     Raises:
-        ArgumentError: If an argument is invalid. Raised at construction. Also if a trainer has two watches that are no
-            default ones; raised when its run starts.
+        ArgumentError: If an argument is invalid; raised at construction. Also if a trainer has two watches of your own;
+            raised when its run starts.
 
     Note:
         Does not wait for the device unless ``wait`` is set: the values are copied to the host without waiting, and read
-        when they have arrived. The norms take a few kernels per step. Until its values have arrived, the batch of a
-        step is kept, on a GPU for up to four steps. Under DDP, each rank watches its own batches, and the finding names
-        the rank. A replay never communicates. With manual optimization, the loss is the sum of the losses passed to
-        ``manual_backward``. Loss and norm of an optimizer that evaluates them several times, such as LBFGS, are those
-        of the first evaluation, at the values before the step, like ``weight.grad`` of ``ParameterRecorder``. With
-        several optimizers, the norm is that of the gradients of all of them.
+        when they have arrived. The norms take a few kernels per step. The batch of a step is kept until the values of
+        the step have arrived, on a GPU for up to four steps. Under DDP, each rank watches its own batches, and the
+        finding names the rank. A replay never communicates. With manual optimization, the loss is the sum of the losses
+        passed to ``manual_backward``. If an optimizer such as LBFGS evaluates the loss several times in a step, the
+        first evaluation is recorded, as in ``weight.grad`` of ``ParameterRecorder``. With several optimizers, the
+        norm is computed over the gradients of all optimizers.
 
-        The watch does not communicate in each step, so a run of several ranks has the loss of the batches of rank 0.
-        Under DDP, the gradients and their norm are the same on all ranks. Under FSDP2, each rank measures the norm of
-        **its own shards**, and the recorded one is that of rank 0. ``ParameterRecorder`` records whole gradients.
+        The watch does not communicate in each step, so the recorded loss of a run with several ranks is the loss of
+        rank 0. Under DDP, the gradients and their norm are the same on all ranks. Under FSDP2, each rank measures the
+        norm of **its own shards**, and the norm of rank 0 is recorded. ``ParameterRecorder`` records whole gradients.
 
     Example::
 
@@ -138,7 +140,7 @@ class StepWatch(RecorderCallback):
 
     group = "watch"
     is_default: bool = False
-    """True if the package added this watch. It does nothing in a trainer that has one of the user's own."""
+    """True if the package added this watch. A default watch does nothing if the user has passed another one."""
 
     @checked_arguments
     def __init__(
@@ -215,7 +217,7 @@ class StepWatch(RecorderCallback):
     _samples: WatchedSamples | None
     _actions: StepActions | None
     _ranks: WatchedRanks | None
-    _votes: bool  # with the other ranks about what to do, even if this one has failed
+    _votes: bool  # True if the ranks decide together when to stop, even if the watch of this rank has failed
     _found: list[Finding]
     _stops_at: int | None
 
@@ -226,7 +228,7 @@ class StepWatch(RecorderCallback):
 
     @override
     def _callbacks_of_group(self, trainer: Trainer) -> list[RecorderCallback]:
-        # A replaced watch must not change the label of the other one.
+        # A replaced watch must not change the label of the watch that replaces it.
         return [_active_watch(trainer) or self]
 
     @guarded
@@ -287,7 +289,7 @@ class StepWatch(RecorderCallback):
         )
         self._actions = self._actions_of(trainer, pl_module, refused)
         shared = self._exchange
-        if shared is not None and not isinstance(trainer.strategy, FSDPStrategy):  # its shards are plain tensors
+        if shared is not None and not isinstance(trainer.strategy, FSDPStrategy):  # FSDP1 shards are plain tensors
             self._ranks = WatchedRanks(
                 Replicas(
                     pl_module,
@@ -301,7 +303,7 @@ class StepWatch(RecorderCallback):
             )
 
     def _actions_of(self, trainer: Trainer, pl_module: LightningModule, refused: str) -> StepActions | None:
-        """Return what acts on bad steps, if the user wants it and it is possible."""
+        """Return the actions on bad steps, or None if the user has not asked for any or they are impossible."""
         is_asked = self.on_finding in ACTIONS
         if not is_asked and not callable(self.on_finding):
             return None
@@ -353,7 +355,7 @@ class StepWatch(RecorderCallback):
             self._stops_at = finding.first_step
 
     def _report_written(self, finding: Finding) -> None:
-        """Report and write a finding that is no incident of one step, on rank 0."""
+        """Report and write a finding that does not belong to a single step, on rank 0."""
         if self._findings is None:
             return
         self._findings.report(finding)
@@ -390,7 +392,7 @@ class StepWatch(RecorderCallback):
         return None if self._directory is None else self._directory / "incidents" / f"step-{step}{suffix}"
 
     def _record_next(self, trainer: Trainer, step: int) -> None:
-        """Let the recorders record the step after a spike. Ranks would not agree on it, so only with a single one."""
+        """Let the recorders record the step after a spike. Does nothing with several ranks, which would not agree."""
         if trainer.world_size == 1:
             for each in trainer.callbacks:  # type: ignore[attr-defined]  # set in Trainer.__init__
                 record_step = getattr(each, "record_step", None)
@@ -412,7 +414,7 @@ class StepWatch(RecorderCallback):
         if ranks is not None and trainer is not None and not trainer.interrupted:
             ranks.end()
         exchange, self._exchange = self._exchange, None
-        if exchange is not None:  # otherwise the recorders, which share its channel, would not wait for their merges
+        if exchange is not None:  # if the shared channel stayed open, the recorders would not wait for their merges
             exchange.close(interrupted=trainer is None or trainer.interrupted)
         try:
             if run is not None:
@@ -473,7 +475,8 @@ class StepWatch(RecorderCallback):
             if self._actions is not None:
                 self._actions.before_step(optimizer, *known, has_cause=has_cause)
         if self.on_finding == "stop" and run is not None and run.has_bad_gradient:
-            # The checkpoint then has the parameters from before the step. All ranks have the same gradients.
+            # Without gradients, the optimizer changes nothing, and the checkpoint has the parameters from before the
+            # step. All ranks have the same gradients.
             for group in optimizer.param_groups:
                 for each in group["params"]:
                     each.grad = None
@@ -504,7 +507,7 @@ class StepWatch(RecorderCallback):
             self._run.abandon_step()
 
     def _stop(self, trainer: Trainer) -> None:
-        """End the fit after a checkpoint, on all ranks, if one of them has a finding."""
+        """If any rank has a finding, save a checkpoint and end the fit on all ranks."""
         step, self._stops_at = -1 if self._stops_at is None else self._stops_at, None
         if self._votes:
             flag = torch.tensor(float(step), device=trainer.strategy.root_device)
@@ -557,7 +560,7 @@ class StepWatch(RecorderCallback):
     @guarded
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self._run is not None:  # a run that is killed later and resumes here has no other record of these steps
+        if self._run is not None:  # a run that is killed later and resumes from here needs these steps in the records
             self._run.save()
         if self._actions is not None:
             self._actions.add_to_checkpoint(checkpoint)
@@ -602,9 +605,9 @@ class StepWatch(RecorderCallback):
 
 
 def add_watch(trainer: Trainer, after: RecorderCallback) -> None:
-    """Insert a :class:`StepWatch` behind the recorder whose ``setup`` runs, if the trainer has none.
+    """Insert a :class:`StepWatch` after the recorder whose ``setup`` runs, if the trainer has none.
 
-    Lightning iterates over the callbacks in ``setup``, so it calls the hook of the inserted one, too.
+    Lightning iterates over the callbacks in ``setup``, so it also calls ``setup`` of the inserted watch.
     """
     if not _watches(trainer):
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set in Trainer.__init__
@@ -614,7 +617,7 @@ def add_watch(trainer: Trainer, after: RecorderCallback) -> None:
 
 
 def _ignore(data: object) -> None:
-    """Receive facts on a rank that reports no findings."""
+    """Ignore facts on a rank that reports no findings."""
 
 
 def _watches(trainer: Trainer) -> list[StepWatch]:
@@ -623,5 +626,5 @@ def _watches(trainer: Trainer) -> list[StepWatch]:
 
 
 def _active_watch(trainer: Trainer) -> StepWatch | None:
-    """Return the watch that the trainer uses: the one of the user, or the first default one."""
+    """Return the active watch of the trainer: the user's own, or else the first default watch."""
     return min(_watches(trainer), key=lambda each: each.is_default, default=None)

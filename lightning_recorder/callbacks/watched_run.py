@@ -45,11 +45,11 @@ from lightning_recorder.watch.spikes import LEAST, RECENT
 __all__ = ["Discovery", "WatchedRun"]
 
 _MOST_REPLAYS = 5
-_MOST_SEARCHES = 5  # for the sample that makes a step bad, and as many among the first steps
-_EARLY = 10.0  # multiples of the factor of a spike that is reported among the first steps, if a single sample makes it
-_MOST_KEPT = 4  # steps whose batches are kept until their values have arrived
+_MOST_SEARCHES = 5  # searches for the sample that makes a step bad, and as many more among the first steps
+_EARLY = 10.0  # the factor of a spike is multiplied by this among the first steps, where a single sample must make it
+_MOST_KEPT = 4  # the maximum number of steps whose batches are kept until their values have arrived
 _KIND = attrgetter("dtype", "device")
-_FULL_LOSS_SCALE = 1.0  # with a smaller loss scale, gradients that are not finite are no overflow of half precision
+_FULL_LOSS_SCALE = 1.0  # above this loss scale, gradients that are not finite are an overflow of half precision
 _WAIT = "StepWatch(wait=True), StepWatch(keep_parameters=True) or StepWatch(every_module=True)"
 _STALE = "its batches give finite values with the parameters of {steps} before, the last ones that were kept"
 
@@ -59,15 +59,15 @@ _Spike: TypeAlias = tuple[str, float, float]  # ``"loss"`` or ``"gradient norm"`
 
 @dataclass(frozen=True)
 class Discovery:
-    """A finding, with what is known about its step."""
+    """A finding, and the data of its step."""
 
     finding: Finding
-    reading: Reading  # the step
-    batch: KeptBatch | None  # the batch that it is about, if it is still known
+    reading: Reading  # the values of the step
+    batch: KeptBatch | None  # the batch of the finding, if it is still kept
     # the parameters from before the step, in the order of the model, if they are known
     parameters: Sequence[Tensor] | None
-    is_new: bool  # False if a finding of the same kind at the same place was reported before
-    is_worse: bool = False  # True if the one that was reported before was a note, and this one is none
+    is_new: bool  # False if the same rule has already reported a finding for the same module and path
+    is_worse: bool = False  # True if the earlier finding was a note, and this finding is not
 
 
 @dataclass
@@ -76,15 +76,15 @@ class _Step:
 
     batches: list[KeptBatch] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
-    # By optimizer: one that computes the gradients again, like LBFGS, has those of its first evaluation.
+    # By optimizer. If an optimizer computes the gradients several times, like LBFGS, the first evaluation is kept.
     norms: dict[int, tuple[list[nn.Parameter], list[Tensor]]] = field(default_factory=dict)
     totals: dict[int, Tensor | float] = field(default_factory=dict)
     optimizer_steps: int = 0
-    """The optimizers that have stepped since the last batch began."""
+    """The number of optimizer steps since the last batch began."""
     reading: Reading | None = None
-    """The reading of the values so far, if it was read before the optimizer stepped."""
+    """The values of the step so far, if they were read before the optimizer stepped."""
     has_bad_gradient: bool = False
-    """True if the gradients were found not to be finite before the optimizer steps."""
+    """True if a NaN or an infinity was found in the gradients before the optimizer steps."""
     has_ended: bool = False
     row: _Row | None = None
     """The sample that makes a spike."""
@@ -124,19 +124,19 @@ class WatchedRun:
         self._keeper = StateKeeper(pl_module, device)
         self._queue: ReadingQueue[Reading] = ReadingQueue(device, _MOST_KEPT)
         self._factor = spikes
-        self._usual_rows = 0  # of the first step of an epoch
+        self._usual_rows = 0  # the number of samples in the first step of an epoch
         self._spikes = {name: SpikeDetector(spikes) for name in ("loss", "gradient norm")}
         self._rank = f", rank {trainer.global_rank}" if trainer.world_size > 1 else ""
         self._known: dict[tuple[str, str, str], Finding] = {}
         self._was_bad = False
-        self._bad: Finding | None = None  # the last one about a value that is not finite
+        self._bad: Finding | None = None  # the last finding about a value that is not finite
         self._overflow: int | None = None  # the last step whose gradient norm overflowed
-        self._replays, self._searches = 0, [0, 0]  # the second number is that among the first steps
-        self._left_out: set[int] = set()  # steps
-        self._latest_row: tuple[int, _Row] | None = None  # the step and the sample of the last spike that one makes
+        self._replays, self._searches = 0, [0, 0]  # the second number of searches is for the first steps
+        self._left_out: set[int] = set()  # the skipped steps
+        self._latest_row: tuple[int, _Row] | None = None  # the last spike that a single sample makes: step and sample
         self._name_row = name_row
         self.unnamed: Finding | None = None
-        """The finding about a bad gradient that came from another rank, if no rank names its origin."""
+        """A finding about a bad gradient that came from another rank. Reported if no rank names its origin."""
         self._flags: ModuleFlags | None = None
         if every_module:
             compiled = compiled_modules(pl_module)
@@ -154,7 +154,7 @@ class WatchedRun:
 
     @property
     def has_cause(self) -> bool:
-        """True if the finding about the current step names the origin or the row of its value."""
+        """True if the finding about the current step names the origin of the bad value or the sample that caused it."""
         return self._step.bad is not None and (self._step.bad is self._bad or self._step.row is not None)
 
     @property
@@ -164,7 +164,7 @@ class WatchedRun:
 
     @property
     def has_bad_gradient(self) -> bool:
-        """True if the gradients of the current step were found not to be finite before the optimizer steps."""
+        """True if a NaN or an infinity was found in the gradients of the current step before the optimizer steps."""
         return self._step.has_bad_gradient
 
     @staticmethod
@@ -199,7 +199,7 @@ class WatchedRun:
         """Note a loss before its backward pass."""
         if self._step.batches:
             self._step.reading = None
-            with without_functions():  # a graph that is captured does not have it
+            with without_functions():  # so that a captured graph does not contain the ``detach``
                 self._step.batches[-1].losses.append(loss.detach())
 
     def before_step(self, optimizer: Any) -> None:
@@ -218,14 +218,14 @@ class WatchedRun:
                 norms: list[Tensor] = []
                 whole = norm_of(gradients) if self._is_on_host else None
                 total: Tensor | float = math.nan if whole is None else whole
-                if whole is None or not math.isfinite(whole):  # the norm of each tells which one is bad
+                if whole is None or not math.isfinite(whole):  # the norms of the single gradients show which are bad
                     norms = norms_of(gradients)
                     total = _total(norms, on_host=self._reads_now)
                 if self._scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
                     total = total / self._scale(gradients[0])  # Lightning leaves unscaling to such an optimizer
                 key = id(optimizer)
-                # LBFGS computes the gradients again after each small change, and those of its first evaluation belong
-                # to the values before the step. With manual optimization, another step may begin.
+                # LBFGS computes the gradients several times in a step. Only its first evaluation uses the parameters
+                # from before the step. With manual optimization, the same optimizer may begin another step instead.
                 is_again = self._is_automatic and key in self._step.totals
                 if not is_again or (self._reads_now and not math.isfinite(total)):
                     self._step.norms[key], self._step.totals[key] = (parameters, norms), total
@@ -244,13 +244,13 @@ class WatchedRun:
                     is_early = not spikes and self._factor > 0 and self._spikes["loss"].limit == math.inf
                     if is_early and (early := self._early_spike(reading)) is not None:
                         spikes = [early]
-                    if spikes:  # the row is searched now, because the parameters are those of the step
+                    if spikes:  # the sample is searched now, while the parameters are still those of the step
                         self._step.row = row = self._row_of_spike(reading, spikes, is_early=is_early)
                         if not is_early or self._is_certain(spikes[0], row):
                             spike = self._spike(spikes, reading, is_early=is_early)
                             self._step.bad = self._with_row(spike, row, reading)
             elif self._copies is not None and self._copies.is_due(step := self._step.batches[-1].step):
-                # The device is busy with this step, so that it has work while the values of the step before are read.
+                # The device is busy with this step while the host waits for the values of the step before.
                 if found := self._queue.take(wait=self._copies.waits):
                     self._arrive(found)
                 self._copies.take(step, self._queue.oldest)
@@ -259,18 +259,18 @@ class WatchedRun:
             self._logged.before_step(self._step.batches[-1].step)
 
     def _first(self, losses: list[Tensor]) -> list[Tensor]:
-        """Return the loss of the first evaluation of a batch, or the last one if that is known not to be finite."""
+        """Return the loss of the first evaluation of a batch, or the last loss if it is known not to be finite."""
         if self._reads_now and len(losses) > 1 and not math.isfinite(losses[-1]):
             return losses[-1:]
         return losses[:1]
 
     def end_batch(self, *, is_last: bool, is_left_out: bool = False) -> None:
-        """End a batch, and the step if it is the last one of it, which may have been left out of the training."""
+        """End a batch. With ``is_last``, also end the step. ``is_left_out`` is True if the step was skipped."""
         if not self._step.batches:
             return
         if is_left_out:
             self._left_out.add(self._step.batches[-1].step)
-        with without_functions():  # as KeptBatch.is_changed, with one call less in each step
+        with without_functions():  # same as KeptBatch.is_changed, with one Python call less in each step
             for tensor, version in self._step.batches[-1].versions:
                 if version is not None and counted_version(tensor) != version:
                     self._keeper.must_copy = True
@@ -281,7 +281,7 @@ class WatchedRun:
         self._step.has_ended = True
         if self._logged.is_due:
             self._logged.ended = self._step.batches[-1].step
-        if self._step.reading is not None and self._flags is None:  # flags come in until the end of the batch
+        if self._step.reading is not None and self._flags is None:  # flags are only complete at the end of the batch
             self._arrive([self._step.reading])
             return
         if not self._reads_now:
@@ -294,17 +294,17 @@ class WatchedRun:
             self._arrive([reading])
 
     def abandon_step(self) -> None:
-        """Discard the current step, whose batch failed in a loop that goes on."""
+        """Discard the current step after an exception in its batch, if the loop continues."""
         if self._flags is not None and self._step.batches:
             self._flags.end_batch()
         self._step = _Step(has_ended=True)
 
     def settle_logged(self) -> None:
-        """Read what Lightning has logged in the last step."""
+        """Read the values that Lightning has logged in the last step."""
         self._logged.settle()
 
     def read_logged(self) -> None:
-        """Read what Lightning has logged since the last step."""
+        """Read the values that Lightning has logged since the last step."""
         self._logged.read()
 
     def flush(self) -> None:
@@ -329,9 +329,9 @@ class WatchedRun:
         self._series.end()
 
     def _reading(self, batches: list[KeptBatch]) -> Reading:
-        """Return the mean loss of the batches, as the user computes it, with the gradient norm of the step."""
+        """Return the mean loss of the batches, before any scaling by the trainer, and the gradient norm of the step."""
         divides = self._is_automatic or getattr(self._trainer, "logs_loss", False)
-        # A closure that an optimizer calls several times computes the loss again.
+        # An optimizer that calls its closure several times computes the loss several times.
         if len(batches) == 1 and len(batches[0].losses) == 1:
             losses = batches[0].losses
         else:
@@ -369,7 +369,7 @@ class WatchedRun:
                 is_early = self._factor > 0 and self._spikes["loss"].limit == math.inf
                 if is_early and (early := self._early_spike(reading)) is not None:
                     self._report_spike([early], reading, is_early=True)
-                # What was left out tells nothing about the steps that follow.
+                # The values of a skipped step must not change the running statistics.
                 is_left_out = reading.step in self._left_out
                 spikes = []
                 for (name, detector), value in zip(self._spikes.items(), reading.values, strict=True):
@@ -388,19 +388,22 @@ class WatchedRun:
                 self._examine(reading, parameters_are_known=False)
 
     def _is_finding(self, reading: Reading) -> bool:
-        """Return True unless all values are finite, or the loss scaler skips the step because of an overflow."""
+        """Return True if a value is not finite, unless the loss scaler skips the step because of an overflow."""
         if self._scaler is None or reading.has_bad_loss:
             return reading.is_bad
         return reading.is_bad and float(self._scaler.get_scale()) <= _FULL_LOSS_SCALE
 
     def _after(self, batch: Reading | int) -> str:
-        """Return the words after a batch: that it is the last one, which often has fewer rows, and the rank."""
+        """Return the words after the batch in a message: the rank, and a hint if it is the last batch of the epoch.
+
+        The last batch often has fewer samples.
+        """
         index = batch if isinstance(batch, int) else max(batch.indices, default=0)
         is_last = 1 < self._trainer.num_training_batches == index + 1
         return (", the last of each epoch" if is_last else "") + self._rank
 
     def _report_spikes(self, spikes: list[_Spike], reading: Reading) -> None:
-        """Report the spikes of a step, or a value of one of the next steps that exceeds them."""
+        """Report the spikes of a step, or a larger value shortly after a spike."""
         if spikes and self._factor:
             self._report_spike(spikes, reading)
             self._on_spike(reading.step)
@@ -425,7 +428,7 @@ class WatchedRun:
             self._latest_row = reading.step, row
         if is_early and not self._is_certain(spikes[0], row):
             return
-        # Whoever acts on spikes asks for each of them.
+        # A user who acts on spikes wants a finding for each spike.
         may_pass = row is None and not self._reads_now
         found = self._spike(spikes, reading, may_pass=may_pass, is_early=is_early)
         self._report(self._with_row(replace(found, records=records), row, reading), reading)
@@ -447,28 +450,28 @@ class WatchedRun:
         )
 
     def _spikes_of(self, reading: Reading) -> list[_Spike]:
-        """Return the values that would be spikes, each with its name and the running median."""
+        """Return the values of a step that would be spikes, each with its name and the running median."""
         named = zip(self._spikes.items(), reading.values, strict=True)
         medians = [(name, value, each.median_below(value)) for (name, each), value in named if math.isfinite(value)]
         return [(name, value, median) for name, value, median in medians if median is not None]
 
     def _early_spike(self, reading: Reading) -> _Spike | None:
-        """Return what would be a spike of the loss, but is among the first steps: few values tell little."""
+        """Return the loss if it would be a spike but is among the first steps, where the median is not reliable."""
         loss = reading.values[0]
         median = self._spikes["loss"].early_median_below(loss) if math.isfinite(loss) else None
         return None if median is None else ("loss", loss, median)
 
     def _is_certain(self, early: _Spike, row: _Row | None) -> bool:
-        """Return True if a spike among the first steps is reported: it is large, and a single sample makes it."""
+        """Return True if a spike among the first steps is large enough to report and a single sample makes it."""
         return row is not None and early[1] >= _EARLY * self._factor * early[2]
 
     # The sample that makes a step bad.
 
     def _row_of_spike(self, reading: Reading, spikes: list[_Spike], *, is_early: bool = False) -> _Row | None:
-        """Return the sample that makes a spike, if the reading has one and the sample can be found.
+        """Return the sample that makes a spike, or None if there is no spike or no such sample.
 
-        Among the first steps and after a rise, a training that diverges is more likely, in which all samples are bad
-        and some are worse. Then only a sample counts without which all others are as usual.
+        Among the first steps and after a rise, the training may diverge, so that all samples are bad and some are
+        worse. A sample is then only returned if the step without it has usual values.
         """
         is_small = 0 < 2 * reading.rows < self._usual_rows
         if not spikes or not self._factor or is_small or self._is_after_spike(reading):
@@ -478,7 +481,7 @@ class WatchedRun:
         if not batches:
             return None
         batch = max(batches, key=lambda each: float(each.losses[-1])) if len(batches) > 1 else batches[0]
-        share = math.sqrt(median / value)  # between a spike and a usual step
+        share = math.sqrt(median / value)  # the limit is the geometric mean of the median and the spike
 
         limit = share * value
         if is_early:
@@ -487,7 +490,7 @@ class WatchedRun:
         return self._find_row(batch, lambda found: not found <= limit, reading, series, must_be_only=must_be_only)
 
     def _is_after_spike(self, reading: Reading) -> bool:
-        """Return True if a step is bad because of the one with a spike before it, whatever its samples are."""
+        """Return True if a step follows soon after a spike, which explains its values better than its samples."""
         known = [each.last_step for each in self._known.values() if each.rule == SPIKE]
         return any(0 < reading.step - step <= RECENT for step in known if step not in self._left_out)
 
@@ -512,7 +515,7 @@ class WatchedRun:
             return None
         self._searches[must_be_only] += 1
         try:
-            if self._trainer.world_size > 1:  # raises an error if the step communicates
+            if self._trainer.world_size > 1:  # this replay raises an error if the step communicates
                 replay(self._trainer, self._pl_module, [batch])
             found = find_row(
                 self._trainer,
@@ -527,7 +530,7 @@ class WatchedRun:
         return None if found is None else (batch, found, series)
 
     def _with_row(self, finding: Finding, row: _Row | None, reading: Reading) -> Finding:
-        """Return a finding with the sample that made it, or else with the rows of its batch."""
+        """Return a finding extended by the sample that caused it, or else by the rows of its batch."""
         if row is None:
             rows = [index for each in reading.batches for index in each.indices or ()]
             return verdict.with_batch(finding, rows) if rows else finding
@@ -541,7 +544,7 @@ class WatchedRun:
     # Bad values.
 
     def _examine(self, reading: Reading, *, parameters_are_known: bool) -> None:
-        """Find the origin of a bad value. Only the first of several bad steps in a row is examined."""
+        """Find the origin of a bad value. Only the first of consecutive bad steps is examined."""
         if self._was_bad or not self._is_finding(reading):
             return
         if parameters_are_known and not reading.has_bad_loss and not _has_bad_gradient(reading):
@@ -581,10 +584,10 @@ class WatchedRun:
             values = kept.values if kept.step == reading.step else None
         else:
             values = [each.detach() for each in parameters_of(self._pl_module)] if is_known else None
-        # A bad batch or constant is no consequence of the steps before.
+        # A bad value in a batch or a constant is not a consequence of earlier steps.
         is_given = origin is not None and (origin.has_constant or origin.source.startswith("batch"))
         is_of_parameter = origin is not None and origin.source.startswith("parameter ")
-        # After a spike or a rise, all samples are bad.
+        # After a spike or a rise, any sample may make the step bad.
         is_after = self._is_after_spike(reading) or any(each.rise() for each in self._spikes.values())
         if is_known and not is_of_parameter and (is_given or not is_after):
             with self._with_kept(kept):
@@ -592,7 +595,7 @@ class WatchedRun:
         self._report(finding if is_given else self._with_rise(finding), reading, batch, values)
 
     def _with_rise(self, finding: Finding) -> Finding:
-        """Return a finding with the rise of the loss or of the gradient norm before it, if there was one."""
+        """Return a finding extended by the rise of the loss or of the gradient norm before it, if there was a rise."""
         for series, detector in self._spikes.items():
             rise = detector.fall() or detector.rise()
             if rise is None:
@@ -608,7 +611,7 @@ class WatchedRun:
         return finding
 
     def _kept_for(self, reading: Reading) -> KeptParameters | None:
-        """Return the newest parameters that were kept before a step or at one before it."""
+        """Return the newest copy of the parameters from before this step, taken at this step or an earlier one."""
         return None if self._copies is None else self._copies.latest(reading.step)
 
     def _with_kept(self, kept: KeptParameters | None) -> AbstractContextManager[None]:
@@ -673,7 +676,7 @@ class WatchedRun:
         batch: KeptBatch | None = None,
         parameters: Sequence[Tensor] | None = None,
     ) -> None:
-        """Keep a finding in place of the known one of its kind and place, and pass it on."""
+        """Replace the known finding of the same rule, module and path, and pass the new one on."""
         self._known[finding.rule, finding.module, finding.path] = finding
         if finding.rule == NON_FINITE:
             self._bad = finding
@@ -691,7 +694,7 @@ def _numbers_of_row(row: _Row) -> dict[str, float]:
 
 
 def _total(norms: list[Tensor], *, on_host: bool) -> Tensor | float:
-    """Return the norm of all tensors of which these are the norms."""
+    """Return the total norm of several tensors from their norms."""
     device = norms[0].device
     if on_host and device.type == "cpu":  # takes less time than the two kernels below, half of it for ten tensors
         return math.sqrt(sum([value * value for value in map(float, norms)]))
@@ -715,5 +718,5 @@ def _bad_parameters(reading: Reading) -> list[nn.Parameter]:
 
 
 def log_of_rank(message: str) -> None:
-    """Log a message of a rank other than 0, which does not list the findings at the end."""
+    """Log a message on a rank other than 0. Only rank 0 lists the findings at the end."""
     logging.getLogger("lightning.pytorch").info(message)

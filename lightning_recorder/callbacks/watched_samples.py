@@ -1,4 +1,4 @@
-"""The samples of a fit: their indices, and how often they come in an epoch, on several ranks and in validation."""
+"""Watch the samples of a fit: how often each one occurs in an epoch, on several ranks and in validation."""
 
 from __future__ import annotations
 
@@ -72,17 +72,17 @@ from lightning_recorder.watch.epoch_samples import (
 __all__ = ["DATA_FILE", "WatchedSamples"]
 
 DATA_FILE = "data.json"
-_FIRST_BATCHES = 64  # are examined in any case, about 20 ms; later ones if it takes less than this share of the time
+_FIRST_BATCHES = 64  # always examined, about 20 ms; later batches only if this takes at most _SHARE of the time
 _SHARE = 0.001
-_MOST_EPOCHS = 8  # at the start and at the end, in the facts
-_MOST_VALIDATION = 8192  # samples of each loader
-_MOST_LOADERS = 8  # of validation
-_FIRST_LOOK, _GROWTH = 16, 4  # batches between two looks at an epoch
+_MOST_EPOCHS = 8  # the number of first epochs, and of last epochs, in the facts
+_MOST_VALIDATION = 8192  # the maximum number of samples of each validation loader
+_MOST_LOADERS = 8  # the maximum number of validation loaders
+_FIRST_LOOK, _GROWTH = 16, 4  # the facts are first published after 16 batches, then after 4 times as many
 _FIRST_COMPARED, _GROWTH_OF_RANKS = 8, 8
 _COMPARED_STEPS = 16
-_CHECKED = 64  # batches of a run that are looked at again after their step
-_WIDE = 4  # values of a sample from which on a tensor is an input
-_COMPARED, _MOST_COMPARED = 8, 4096  # batches whose inputs are compared with the target, and values of a sample
+_CHECKED = 64  # the number of batches that are checked for changes after their step
+_WIDE = 4  # a tensor with at least this many values per sample is an input
+_COMPARED, _MOST_COMPARED = 8, 4096  # batches, and values per sample, that are compared with the target
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _NAMES_OF_CLASSES = ("label", "labels", "y", "target", "targets")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -90,7 +90,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 @dataclass
 class _Arriving:
-    """The numbers of a batch on their way from the device."""
+    """The fingerprints of a batch during their copy from the device."""
 
     host: Tensor
     event: Any
@@ -99,11 +99,11 @@ class _Arriving:
 
 @dataclass
 class _Validation:
-    """The samples of one loader of validation."""
+    """The samples of one validation loader."""
 
     sketch: Sketch = field(default_factory=Sketch)
     samples: int = 0
-    rows: tuple[int, int] | None = None  # common to both data sets, and of that of validation
+    rows: tuple[int, int] | None = None  # the numbers of rows shared with training, and of all validation rows
 
     def add(self, numbers: np.ndarray[Any, Any]) -> None:
         contents = np.ascontiguousarray(numbers[0])
@@ -118,9 +118,10 @@ class WatchedSamples:
         trainer: The trainer.
         directory: The folder of ``data.json``; None to write none.
         publish: A function that receives the facts.
-        exchange: Sends facts to the first rank; None with a single one.
+        exchange: Sends facts to the first rank; None with a single rank.
         strict: Raise errors instead of warning about them.
-        number: The place of the loader among several, which Lightning combines. The first one watches the others.
+        number: The index of the loader if Lightning combines several. The object of the first loader creates the
+            others.
     """
 
     def __init__(
@@ -135,17 +136,17 @@ class WatchedSamples:
     ) -> None:
         self._trainer, self._directory, self._publish, self._exchange = trainer, directory, publish, exchange
         self._strict, self._number = strict, number
-        self._others: list[WatchedSamples] = []  # of the other loaders
+        self._others: list[WatchedSamples] = []  # for the other loaders
         self._is_alone: bool | None = None  # True if the epoch has one loader
-        self._next: tuple[object, int] | None = None  # what keeps the indices of one of several loaders, and its place
+        self._next: tuple[object, int] | None = None  # the object with the kept indices, and the number of the batch
         self._loaders: list[object] = []
         self._epoch: EpochSamples | None = None
         self._before: EpochSamples | None = None
         self._epochs: list[EpochFacts] = []
         self._loader: LoaderFacts | None = None
-        self._values = 0  # of a sample
-        self._copies: np.ndarray[Any, Any] | None = None  # 1 for the values of a sample that were always the target
-        self._compared = 0  # samples
+        self._values = 0  # the number of values per sample in a fingerprint
+        self._copies: np.ndarray[Any, Any] | None = None  # 1 for each input value that has always equaled the target
+        self._compared = 0  # the number of compared samples
         self._batches = self._ended = 0
         self.has_end = True
         """False if there is nothing to do at the end of the current batch."""
@@ -153,7 +154,7 @@ class WatchedSamples:
         self._spent_s, self._began_s = 0.0, time.perf_counter()
         self._next_look = _FIRST_LOOK
         self._arriving: deque[_Arriving] = deque()
-        self._validation: dict[int, _Validation] = {}  # by the number of the loader
+        self._validation: dict[int, _Validation] = {}  # by the index of the loader
         self._is_validated = False
         self._recent: deque[tuple[int, StepSamples]] = deque(maxlen=_COMPARED_STEPS)
         self._next_compared = _FIRST_COMPARED
@@ -162,12 +163,12 @@ class WatchedSamples:
         self._pending_epoch: PendingMerge | None = None
         self._rank_epoch: EpochOfRanks | None = None
         self._ended_epochs = 0
-        self._seen, self._passed = Sketch(), 0  # the samples of all epochs, if all are whole
+        self._seen, self._passed = Sketch(), 0  # the samples and the number of all epochs; -1 once one is incomplete
         self._checked = 0
         self._before_step: tuple[np.ndarray[Any, Any], int] | None = None
         self._draws: DrawFacts | None = None
-        self._drawn: dict[str, tuple[int, ...]] = {}  # the states of the epoch before, by the source
-        self._noted: object = None  # what has noted the states of the latest epoch
+        self._drawn: dict[str, tuple[int, ...]] = {}  # by source, the random states of the workers in the last epoch
+        self._noted: object = None  # the object that recorded the random states of the latest epoch
         self._written = b""
         if not number:
             self._wrap(trainer.strategy)
@@ -176,12 +177,12 @@ class WatchedSamples:
     # The loaders.
 
     def _wrap(self, strategy: Any) -> None:
-        """Let the loaders of the fit keep their indices when Lightning passes them to the strategy."""
+        """Make the loaders of the fit keep the indices of their batches, once Lightning passes them to the strategy."""
         process = strategy.process_dataloader
 
         def processed(loader: object) -> object:
             found: object = process(loader)
-            with suppress(Exception):  # a loader of the user's own class may raise anything; it is then as it was
+            with suppress(Exception):  # a user's loader may raise anything; it then stays unchanged
                 if keep_indices(found):
                     self._loaders.append(found)
             return found
@@ -203,7 +204,7 @@ class WatchedSamples:
 
     @property
     def _combined(self) -> Any:
-        """The loaders that Lightning combines, if there are several."""
+        """The combined loader of Lightning; None if there is only one loader."""
         fetcher: Any = getattr(getattr(self._trainer, "fit_loop", None), "_data_fetcher", None)
         combined = getattr(fetcher, "_combined_loader", None)
         return combined if len(getattr(combined, "flattened", ())) > 1 else None
@@ -214,8 +215,8 @@ class WatchedSamples:
         return self._trainer.train_dataloader if combined is None else combined.flattened[self._number]
 
     def _current(self, batch_idx: int) -> tuple[int | None, Any]:
-        """Return the place of the current batch in its loader, and the indices of its samples; None if unknown."""
-        own = getattr(self._trainer, "loader_iterator", None)  # of a plain loop
+        """Return the number of the current batch in its loader, and its sample indices; None for unknown values."""
+        own = getattr(self._trainer, "loader_iterator", None)  # the iterator of a plain loop
         if own is not None:
             return current_batch(own, 0)
         try:
@@ -226,10 +227,10 @@ class WatchedSamples:
             return None, None
         if len(iterators) == 1:
             return current_batch(iterator, len(getattr(fetcher, "batches", ())))
-        # A loader that ends first may begin again, or others are read once more, so the batches are counted here.
+        # Batches are counted here, because a shorter loader may start again, or the other loaders are read once more.
         if batch_idx == 0:
             self._next = kept_of(iterator), 0
-        if self._next is None:  # after a resumption
+        if self._next is None:  # the fit was resumed within an epoch
             return None, None
         kept, number = self._next
         if is_at_end(kept, number):
@@ -244,14 +245,14 @@ class WatchedSamples:
             inner = inner_loader(loader)
             workers = 0 if inner is None else inner.num_workers
             is_stream = inner is not None and isinstance(inner.dataset, IterableDataset)
-            name = "" if loader is None else type(loader).__name__  # a loop that calls monitor.step
+            name = "" if loader is None else type(loader).__name__  # None in a loop that calls monitor.step
             return LoaderFacts(name, is_iterable=is_stream, workers=workers, is_overfit=is_overfit)
         batches: Any = loader.batch_sampler
         is_iterable = isinstance(loader.dataset, IterableDataset)
         sampler = loader.sampler if batches is None or type(batches) is BatchSampler else batches
         samples = None
         if not is_iterable:
-            with suppress(TypeError, NotImplementedError):  # a data set without a length, with a sampler of its own
+            with suppress(TypeError, NotImplementedError):  # with a custom sampler, the data set may have no length
                 samples = len(loader.dataset)  # type: ignore[arg-type]  # raises TypeError, which is caught
         return LoaderFacts(
             sampler="" if is_iterable else type(sampler).__name__,
@@ -268,14 +269,14 @@ class WatchedSamples:
         )
 
     def name_row(self, pl_module: LightningModule, rows: list[int] | None, place: int) -> str:
-        """Return the name of a sample by the indices of its batch and its place there, as far as they are known."""
+        """Return the name of the sample at ``place`` in a batch: its row in the training set, if this is known."""
         if rows is None or place >= len(rows):
             return f"sample {place} of the batch"
         loader: Any = self._trainer.train_dataloader
         below = rows_of_base(loader.dataset, [rows[place]])
         name = f"row {rows[place]:,} of the training set"
         name += f" (row {below[0]:,} of the data set below its Subset)" if below else ""
-        # Code of the user's own may sort the samples of a batch.
+        # The user's code may reorder the samples of a batch.
         is_usual = loader.collate_fn is default_collate and not any(
             hasattr(type(pl_module), each) and is_overridden(each, pl_module) for each in _TRANSFERS
         )
@@ -284,7 +285,7 @@ class WatchedSamples:
     # Batches.
 
     def _start_parts(self, batch: Any, batch_idx: int, step: int) -> None:
-        """Examine the part of a batch that comes from each loader."""
+        """Examine a batch from several loaders, each part by the object of its loader."""
         combined = self._combined
         parts: list[Any] = []
         with suppress(Exception):  # the user's code may have changed the structure
@@ -296,16 +297,16 @@ class WatchedSamples:
             )
             self._others.append(other)
         for watched, part in zip((self, *self._others), parts, strict=False):
-            if part is not None:  # a loader that has ended
+            if part is not None:  # None comes from a loader that has ended
                 watched._values = self._values or watched._values  # otherwise validation could not be compared
                 watched._checked = _CHECKED
                 watched.start_batch(part, batch_idx, step, is_part=True)
 
     def start_batch(self, batch: Any, batch_idx: int, step: int, *, is_part: bool = False) -> list[int] | None:
-        """Examine a batch of training, or its part from one of several loaders.
+        """Examine a training batch. With ``is_part``, the batch is the part that one of several loaders yielded.
 
         Returns:
-            The indices of its samples, if they are known and there is one loader.
+            The sample indices of the batch, if they are known and there is only one loader.
         """
         # This runs for every batch, so the usual case makes few further calls.
         if not is_part:
@@ -357,7 +358,7 @@ class WatchedSamples:
             return
         known = hashes if rows is None else np.array(rows, dtype=np.int64)
         if known is None and self._loader is not None and self._loader.has_rows:
-            epoch.is_whole = False  # the identities of a row and of values cannot be compared
+            epoch.is_whole = False  # identities from indices and identities from values cannot be compared
             return
         if known is not None and self._loader is not None and not self._loader.has_rows:
             self._loader = replace(self._loader, has_rows=True)
@@ -369,7 +370,7 @@ class WatchedSamples:
             self._transfer(_copies_of_target(batch), self._add_copies)
         numbers = self._numbers(batch)
         add = partial(self._add, epoch, step, known, rows is None, worker)
-        if numbers is None and known is not None:  # the indices alone
+        if numbers is None and known is not None:  # only the indices are known
             add(np.zeros((2, 0), dtype=np.int64))
         self._transfer(numbers, add)
         if numbers is not None and numbers.is_cpu and self._checked < _CHECKED:
@@ -393,7 +394,7 @@ class WatchedSamples:
         return self._epoch
 
     def _look_ahead(self, epoch: EpochSamples, batch: Any, numbers: np.ndarray[Any, Any]) -> None:
-        """Note what is in a batch before its step, and look whether the next one was already written over it."""
+        """Keep the contents of a batch before its step, and check whether the next batch has already overwritten it."""
         epoch.checked += 1
         self._checked += 1
         versions = _versions(batch)
@@ -406,7 +407,7 @@ class WatchedSamples:
             self._before_step = None
 
     def _look_again(self, batch: Any) -> None:
-        """Look whether a batch was written to during its step, and not by torch, which counts versions."""
+        """Check whether a batch changed during its step without an in-place write by torch, which counts versions."""
         before, self._before_step = self._before_step, None
         epoch = self._epoch
         if before is None or epoch is None or self._has_failed:
@@ -416,7 +417,7 @@ class WatchedSamples:
         epoch.overwritten += is_changed and _versions(batch) == before[1]
 
     def _transfer(self, numbers: Tensor | None, add: Callable[[np.ndarray[Any, Any]], object]) -> None:
-        """Add some numbers of a batch when they have arrived, in the order of the batches."""
+        """Pass numbers of a batch to ``add`` once they have arrived on the host, in the order of the batches."""
         with pause_recording():
             if numbers is None:
                 return
@@ -441,7 +442,7 @@ class WatchedSamples:
             first.add(first.host.numpy())
 
     def _numbers(self, batch: Any) -> Tensor | None:
-        """Return the numbers of the samples, and their classes if there are any, ``[2 or 3, samples]``."""
+        """Return the fingerprints of the samples and of their inputs, and the classes if any, ``[2 or 3, samples]``."""
         if not self._values:
             first = sample_fingerprints(batch)
             self._values = 0 if first is None else values_of_each(len(first))
@@ -456,12 +457,12 @@ class WatchedSamples:
             self._loader = replace(self._loader, values=int(numbers.min()))
 
     def _add_copies(self, copies: np.ndarray[Any, Any]) -> None:
-        """Add which values of the inputs are the target, behind the number of the samples."""
+        """Add a result of :func:`_copies_of_target`."""
         number, found = int(copies[0]), copies[1:]
         if self._loader is None or not number:
             return
         before = found if self._copies is None else self._copies
-        # Sequences of other lengths have no places in common.
+        # Sequences of different lengths have no common positions.
         self._copies = found * before if len(found) == len(before) else np.zeros_like(found)
         self._compared += number
         place = int(self._copies.argmax()) if self._copies.any() else -1
@@ -485,7 +486,7 @@ class WatchedSamples:
             self._recent.append((step, StepSamples.of(found, found.keys)))
 
     def add_validation(self, batch: Any, batch_idx: int, loader: int) -> bool:
-        """Examine a batch of validation; return False if no more are needed."""
+        """Examine a validation batch. Return False if no more batches are needed."""
         if self._is_validated or self._has_failed:
             return False
         if batch_idx == 0 and loader < _MOST_LOADERS:
@@ -501,13 +502,13 @@ class WatchedSamples:
         return True
 
     def end_validation(self) -> None:
-        """End a validation that was no sanity check."""
+        """End a validation. Not called for a sanity check."""
         self._is_validated = any(each.samples for each in self._validation.values())
 
     # Ranks.
 
     def end_batch(self, batch: Any) -> None:
-        """End a batch of training. Every rank calls this equally often, and compares its samples now and then."""
+        """End a training batch, and sometimes compare the samples of the ranks. Called equally often on every rank."""
         if self._before_step is not None:
             try:
                 with without_functions():
@@ -520,17 +521,17 @@ class WatchedSamples:
         if self._exchange is None or self._ended < self._next_compared:
             return
         self._next_compared *= _GROWTH_OF_RANKS
-        steps = dict(self._recent)  # with accumulated gradients, the last batch of each step
+        steps = dict(self._recent)  # with gradient accumulation, the last batch of each step
         own = RankSamples.of(self._rank(), steps)
         self._take_ranks()
         self._pending = self._exchange.submit(NOTHING, scope=f"samples {self._number}", value=own)
 
     def _rank(self) -> int:
-        """Return the number of this rank among those that should have different samples."""
+        """Return the index of this rank among the ranks that should have different samples."""
         return int(self._trainer.distributed_sampler_kwargs["rank"]) if self._trainer.distributed_sampler_kwargs else 0
 
     def _compare_epoch(self, epoch: EpochSamples | None) -> None:
-        """Compare the samples of an epoch between the ranks, in ever fewer epochs. Every rank calls this."""
+        """Compare the samples of an epoch across ranks, less and less often. Must be called on every rank."""
         number, self._ended_epochs = self._ended_epochs, self._ended_epochs + 1
         if self._exchange is None or number & (number - 1):
             return
@@ -559,7 +560,7 @@ class WatchedSamples:
     # Facts.
 
     def end_epoch(self) -> None:
-        """End an epoch. Every rank calls this equally often."""
+        """End an epoch. Must be called equally often on every rank."""
         for watched in (*self._others, self):
             epoch = watched._epoch
             watched._close_epoch(ended=True)
@@ -575,7 +576,7 @@ class WatchedSamples:
         if epoch.batches:
             facts = epoch.facts(self._before)
             self._epochs.append(replace(facts, **self._union(epoch)))
-            if self._before is None or not self._is_over:  # a part of an epoch has few samples of the validation
+            if self._before is None or not self._is_over:  # an incomplete epoch shares fewer samples with validation
                 self._before = epoch
         if len(self._epochs) > 2 * _MOST_EPOCHS:
             del self._epochs[_MOST_EPOCHS]
@@ -583,7 +584,7 @@ class WatchedSamples:
             self._show()
 
     def _union(self, epoch: EpochSamples) -> dict[str, Any]:
-        """Return the number of samples of all epochs, if all are whole."""
+        """Return the number of different samples in all epochs and the number of epochs; empty if one is incomplete."""
         is_next = self._passed >= 0 and epoch.is_whole
         self._passed = self._passed + 1 if is_next and self._loader is not None and self._loader.has_rows else -1
         if self._passed < 0:
@@ -596,9 +597,9 @@ class WatchedSamples:
         return {"seen": self._seen.distinct, "passed": self._passed}
 
     def _look_for_draws(self, epoch: EpochSamples) -> None:
-        """Compare the random numbers of the workers with each other and with those of the epoch before."""
+        """Compare the random numbers of the workers with each other and with the previous epoch."""
         watched = vars(self._train_loader).get(WATCHED) if self._loader_has_workers() else None
-        if watched is None or watched is self._noted:  # workers that persist go on drawing
+        if watched is None or watched is self._noted:  # persistent workers continue their random sequence
             return
         self._noted, before = watched, self._drawn
         found = draws_of(watched)
@@ -614,7 +615,7 @@ class WatchedSamples:
         return self._loader is not None and self._loader.is_loader and self._loader.workers > 0
 
     def end(self) -> None:
-        """End the fit: publish what is known, and give the loaders back as they were."""
+        """End the fit: publish the facts, and restore the original loaders."""
         self._unwrap()
         for other in self._others:
             other._close_epoch(ended=False)
@@ -634,7 +635,7 @@ class WatchedSamples:
             self._written = data
 
     def _facts(self) -> DataFacts:
-        if not getattr(self._trainer, "knows_epochs", True):  # a plain loop: a sample may come again in the next epoch
+        if not getattr(self._trainer, "knows_epochs", True):  # a plain loop, where a repeat may be the next epoch
             return DataFacts()
         epochs = list(self._epochs)
         if self._epoch is not None and self._epoch.batches:
@@ -645,13 +646,13 @@ class WatchedSamples:
         return DataFacts(loader, tuple(epochs), validation, self._ranks, self._draws, self._rank_epoch, others)
 
     def _facts_beside(self, first: WatchedSamples) -> DataFacts:
-        # Each has other samples of training, and thus other rows in common.
+        # Each loader has its own training samples, and therefore shares other rows with validation.
         self._validation = {number: replace(each, rows=None) for number, each in first._validation.items()}
         self._is_validated = first._is_validated
         return self._facts()
 
     def _validation_facts(self) -> ValidationFacts | None:
-        """Return what the loader of validation with the most samples of training has."""
+        """Return the facts about the validation loader that shares the most samples with training."""
         epochs = [each for each in (self._before, self._epoch) if each is not None and each.batches]
         if not self._is_validated or not epochs:
             return None
@@ -665,7 +666,7 @@ class WatchedSamples:
                 found.append(replace(facts, loader=number + 1 if len(loaders) > 1 else None))
         if not found:
             return None
-        # Beside another validation, one of samples of training alone is meant to measure how well these are learned.
+        # Beside another validation loader, a loader of training samples alone is meant to measure the fit to them.
         if any(each.overlap == 0 for each in found):
             found = [replace(each, is_same_data=each.is_same_data or each.overlap == 1) for each in found]
         return max(found, key=lambda each: (not each.is_same_data and each.overlap > 0, each.overlap))
@@ -685,7 +686,10 @@ class WatchedSamples:
 
 
 def _common_rows(training: object, validation: object) -> tuple[int, int]:
-    """Return how many rows of one data set two loaders have in common, and how many that of validation has."""
+    """Return the number of rows of one data set that two loaders share, and the number of validation rows.
+
+    Both are 0 if the loaders do not use the same data set.
+    """
     one, other = base_rows(training), base_rows(validation)
     if one is None or other is None or one[0] is not other[0]:
         return 0, 0
@@ -694,7 +698,7 @@ def _common_rows(training: object, validation: object) -> tuple[int, int]:
 
 
 def _classes(batch: Any) -> Any:
-    """Return the second of a pair, or else what has one of the usual names of classes."""
+    """Return the second item of a pair, or else the entry with one of the usual names for classes."""
     if isinstance(batch, (list, tuple)):
         return batch[1] if len(batch) == 2 else None
     found = dict(iter_tensors(batch, "", unknown=ignore_unknown))
@@ -703,10 +707,10 @@ def _classes(batch: Any) -> Any:
 
 @torch.no_grad()
 def _copies_of_target(batch: Any) -> Tensor | None:
-    """Return the number of samples, and 1 for each value of the inputs that is the target in all of them, or 0.
+    """Return a tensor with the number of samples, and a flag for each input value: 1 if it always equals the target.
 
-    The target is one number for each sample, and the inputs are the first floats with several. The number of samples is
-    0 if all have the same target. None if the batch has no such tensors.
+    The target has one number for each sample. The inputs are the first floating-point tensor with several values for
+    each sample. The number of samples is 0 if all samples have the same target. None if the batch has no such tensors.
     """
     with pause_recording(), without_functions():
         target = _classes(batch)
@@ -725,7 +729,7 @@ def _copies_of_target(batch: Any) -> Tensor | None:
 
 
 def _numbers_of(classes: Any, samples: int) -> Tensor | None:
-    """Return the number of the class of each sample, given as integers, as 0.0 and 1.0, or one-hot; -1 for others."""
+    """Return the class index of each sample. Classes may be integers, 0.0 and 1.0, or one-hot; others become -1."""
     if type(classes) is not Tensor or classes.shape[:1] != (samples,):
         return None
     classes = classes.detach()
@@ -745,7 +749,7 @@ def _numbers_of(classes: Any, samples: int) -> Tensor | None:
 
 
 def _versions(batch: Any) -> int | None:
-    """Return the number of times that torch has written to the tensors of a batch; None if it is not counted."""
+    """Return the number of in-place writes of torch to the tensors of a batch; None if torch does not count them."""
     found = versions_of([each for _, each in iter_tensors(batch, unknown=ignore_unknown)])
     known = [each for each in found if each is not None]
     return sum(known) if len(known) == len(found) else None
