@@ -1,4 +1,4 @@
-"""Recorders in any loop: they read a small object instead of a Lightning Trainer, and `Monitor` calls their hooks."""
+"""Recorders in any loop: a small object replaces the Lightning Trainer, and `Monitor` calls the recorders' hooks."""
 
 from lightning_recorder.loops.fabric import FabricCallback
 from lightning_recorder.loops.monitor import Monitor

@@ -19,10 +19,11 @@ class FabricCallback:
     The hooks are ``on_train_batch_start`` and ``on_train_batch_end``, and, if the loop has them, ``on_before_backward``
     with the loss, ``on_train_epoch_end``, ``on_validation_start``, ``on_validation_batch_start``,
     ``on_validation_batch_end``, ``on_validation_end``, ``on_exception`` and ``on_train_end`` or ``on_fit_end``. Without
-    the last one, the run ends with the program.
+    either of the last two, the run ends with the program.
 
     Args:
-        model: The model, if it is not the one that ``fabric.setup`` gets, such as a dictionary of several.
+        model: The model. Defaults to the first model that is passed to ``fabric.setup``. Pass a dictionary to record
+            several models.
         options: The arguments of :class:`~lightning_recorder.Monitor` and of
             :func:`~lightning_recorder.default_recorders`.
 
@@ -42,7 +43,7 @@ class FabricCallback:
         self._evaluation: Any = None
 
     def on_after_setup(self, fabric: Any, module: nn.Module) -> None:
-        """Note the first model that Fabric sets up, and its scaler. Called by Fabric."""
+        """Keep the first model that Fabric sets up, and the scaler. Called by Fabric."""
         if self._model is None:
             self._model = module
         scaler = getattr(getattr(getattr(fabric, "strategy", None), "precision", None), "scaler", None)
@@ -66,12 +67,12 @@ class FabricCallback:
         self._begin(batch)
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Note a loss."""
+        """Record a loss."""
         if self.monitor is not None:
             self.monitor.log(loss=loss)
 
     def on_train_batch_end(self, outputs: Any = None, batch: Any = None, batch_idx: int = 0) -> None:
-        """End a step. ``outputs`` may be the loss, or have it as ``"loss"``."""
+        """End a step. ``outputs`` may be the loss, or a mapping with the key ``"loss"``."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if self.monitor is not None and isinstance(loss, Tensor) and loss.numel() == 1:
             self.monitor.log(loss=loss)

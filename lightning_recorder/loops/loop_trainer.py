@@ -1,4 +1,4 @@
-"""The part of a Lightning Trainer that the recorders read, for a loop that has none."""
+"""A stand-in for the Lightning Trainer with the attributes that the recorders read, for loops without a Trainer."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _WRAPPERS = ("DataParallel", "DistributedDataParallel", "_FabricModule")
 
 
 class _Models(nn.Module):
-    """Several models under their names."""
+    """A module whose children are several models, by name."""
 
 
 def as_root(model: nn.Module | Mapping[str, nn.Module]) -> nn.Module:
-    """Return the model whose modules are recorded, without the wrappers for several devices.
+    """Return the model whose modules are recorded, without wrappers such as ``DistributedDataParallel``.
 
-    Several models become the children of a new module, and their names are the first part of the names of modules.
+    Several models become the children of a new module, so that module names begin with the name of their model.
     """
     if isinstance(model, Mapping):
         root = _Models()
@@ -41,12 +41,12 @@ def as_root(model: nn.Module | Mapping[str, nn.Module]) -> nn.Module:
 
 
 def free_folder(parent: Path) -> Path:
-    """Return the first folder ``version_<number>`` in a folder that does not exist yet."""
+    """Return the first path ``version_<number>`` in a folder that does not exist yet."""
     return next(path for number in count() if not (path := parent / f"version_{number}").exists())
 
 
 class TensorBoardLogger:
-    """Stands for Lightning's logger of the same class name, from which sinks read the folder of the run."""
+    """A stand-in for Lightning's logger of the same name. Sinks read the folder of the run from it."""
 
     name = version = ""
 
@@ -55,20 +55,20 @@ class TensorBoardLogger:
 
 
 class _CheckpointIO:
-    """Reports checkpoints that the loop has written itself."""
+    """Reports checkpoints that the loop has written itself, through the interface of a checkpoint IO."""
 
     def save_checkpoint(self, checkpoint: object, path: object, storage_options: object = None) -> None:
-        """Do nothing: the file is written."""
+        """Do nothing: the loop has written the file."""
 
     def remove_checkpoint(self, path: object) -> None:
-        """Do nothing: the file is removed."""
+        """Do nothing: the loop has removed the file."""
 
     def teardown(self) -> None:
         """Do nothing."""
 
 
 class PlainLoop:
-    """The processes of a loop: those of ``torch.distributed`` if it is initialized, otherwise this one."""
+    """A strategy for the processes of ``torch.distributed``, or for a single process if it is not initialized."""
 
     def __init__(self, device: torch.device, model: object) -> None:
         self.root_device, self.model = device, model
@@ -97,7 +97,7 @@ class PlainLoop:
 
 
 class LoopTrainer:
-    """Offers what the recorders read from a Trainer. ``Monitor`` keeps it up to date."""
+    """Provides the attributes that the recorders read from a Trainer. ``Monitor`` updates them."""
 
     fast_dev_run = barebones = sanity_checking = enable_validation = is_last_batch = False
     ckpt_path: str | None = None
@@ -106,13 +106,13 @@ class LoopTrainer:
     train_dataloader: Any = None
     val_dataloaders: Any = None
     loader_iterator: Any = None
-    """The iterator over the loader of the epoch, if the loop goes through :meth:`Monitor.steps`."""
+    """The iterator over the loader of the epoch, if the loop uses :meth:`Monitor.steps`."""
     knows_epochs = False
-    """True once the loop has said that an epoch ended."""
+    """True once the loop has reported the end of an epoch."""
     logs_loss = False
-    """True if the loop reports one loss for each batch, from which that of a step is computed as in a Trainer."""
+    """True if the loop reports one loss for each batch. The loss of a step is then computed as in a Trainer."""
     has_stepped: bool | None = False
-    """True if an optimizer stepped in the batch that ends."""
+    """True if an optimizer stepped in the batch that is ending."""
     should_stop = interrupted = False
     num_training_batches = num_val_batches = num_test_batches = num_predict_batches = float("inf")
     limit_train_batches = limit_val_batches = None
@@ -147,7 +147,7 @@ class LoopTrainer:
         self.num_devices = 1
         self.is_global_zero = self.global_rank == 0
         self.is_uneven = is_uneven(model)
-        """True if the ranks may have different numbers of batches. They are then not compared or merged."""
+        """True if the ranks may have different numbers of batches. Ranks are then neither compared nor merged."""
         self.precision_plugin = SimpleNamespace(
             scaler=scaler, train_step_context=nullcontext, val_step_context=nullcontext, forward_context=nullcontext
         )
@@ -161,10 +161,10 @@ class LoopTrainer:
 
     @property
     def global_step(self) -> int:
-        """The current step, from 0. An evaluation belongs to the step before it, as in Lightning."""
+        """The current step, counted from 0. An evaluation belongs to the step before it, as in Lightning."""
         return max(0, self.steps - 1) if self.is_evaluating else self.steps
 
     def save_checkpoint(self, path: Path) -> None:
-        """Save the models and the optimizers, for a watch that stops the run at a finding."""
+        """Save the models and the optimizers. Called by a watch that stops the run at a finding."""
         if self.save is not None:
             self.save(path)

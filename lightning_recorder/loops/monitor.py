@@ -35,31 +35,33 @@ from lightning_recorder.switch import CHECK_ONLY, is_check, is_switched_off, set
 __all__ = ["Monitor"]
 
 _LOSS = "loss"
-_MOST_COMPARED = 16  # parameters, with which a step without an optimizer is noticed
-_LARGEST_COMPARED = 1 << 14  # values
-_MOST_FRAMES = 8  # between the step of a GradScaler and that of its optimizer
+_MOST_COMPARED = 16  # the number of parameters that are compared to detect steps without an optimizer
+_LARGEST_COMPARED = 1 << 14  # the maximum number of values of a compared parameter
+_MOST_FRAMES = 8  # the maximum number of frames between ``GradScaler.step`` and the step of its optimizer
 
 
 class Monitor:
-    """Records a loop with the recorders that a Lightning Trainer takes.
+    """Records a training loop with the same recorders as a Lightning Trainer.
 
-    The optimizers are observed by the hooks that torch has for them, and the model only during recorded steps.
+    The optimizers are observed through the optimizer hooks of torch. The model has hooks only during recorded steps.
 
     Args:
-        model: The model, or several by name, whose names then begin those of the modules. A wrapper such as
-            ``DistributedDataParallel`` is looked through.
-        optimizer: The optimizers, if they are known. Others that have parameters of the model are noticed when they
-            step.
+        model: The model, or a mapping of several models. With several, module names begin with the name of their model.
+            Wrappers such as ``DistributedDataParallel`` are removed.
+        optimizer: The optimizer or optimizers, if they are known. Other optimizers with parameters of the model are
+            detected when they step.
         log_dir: The folder of the run. Defaults to a new folder ``runs/version_<n>``.
-        every_n_steps: Record the first step and then every n-th one. Values of :meth:`log` are written as often.
+        every_n_steps: Record the first step and then every n-th one. Values of :meth:`log` are written at the same
+            interval.
         recorders: The recorders. Defaults to :func:`~lightning_recorder.default_recorders` with ``options``.
-        scaler: The ``GradScaler`` of the loop, whose scale is then undone.
+        scaler: The ``GradScaler`` of the loop. Recorded gradients are divided by its scale.
         step_function: A function that takes a batch and returns its loss, without a backward pass. With it, a step with
-            a bad value is run again, the finding names its origin and the sample, and :class:`Check` has its answers.
-        accumulate: The number of batches by which the loop divides each loss before its backward pass. Gradients of
-            module outputs are then those of the undivided loss.
+            a bad value is run again, the finding names the origin and the sample, and :class:`Check` can answer its
+            questions.
+        accumulate: The number of accumulated batches by which the loop divides each loss before its backward pass.
+            Gradients of module outputs are recorded for the undivided loss.
         clip: The norm to which the loop clips its gradients, for the findings.
-        loggers: Further loggers, with the classes or the names of classes of Lightning's.
+        loggers: Further loggers. Their classes must be logger classes of Lightning, or have the same names.
         tensorboard: Write event files to ``log_dir``.
         sinks: Further sinks.
         strict: Raise errors of the recorders instead of warning about them.
@@ -70,10 +72,10 @@ class Monitor:
         SelectionError: If a name matches no module. Raised at the first step.
 
     Note:
-        Training stays bitwise the same. With several processes, every process must have a monitor, and each of them
-        calls :meth:`step`, :meth:`end_epoch`, :meth:`evaluation` and :meth:`state_dict` equally often. A step that
-        raises an exception is not recorded; if the loop handles the exception, the next step is. Steps in other threads
-        at the same time are not recorded.
+        Training stays bitwise the same. With several processes, every process must have a monitor, and must call
+        :meth:`step`, :meth:`end_epoch`, :meth:`evaluation` and :meth:`state_dict` equally often. A step that raises an
+        exception is not recorded; if the loop handles the exception, the next step is recorded instead. Simultaneous
+        steps in other threads are not recorded.
 
     Example::
 
@@ -126,7 +128,7 @@ class Monitor:
         self._root = as_root(model)
         self._settings: dict[str, Any] = {
             "model": model,
-            "optimizers": [each for each in given if isinstance(each, Optimizer)],  # others have no hooks
+            "optimizers": [each for each in given if isinstance(each, Optimizer)],  # other objects have no hooks
             "scaler": scaler,
             "step_function": step_function,
             "accumulate_grad_batches": accumulate,
@@ -136,8 +138,8 @@ class Monitor:
         self._log_dir, self._loggers, self._tensorboard = log_dir, list(loggers), tensorboard
         self._trainer: LoopTrainer | None = None
         self._handles: list[Any] = []
-        self._own: set[int] = set()  # the ids of the parameters
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers of these parameters
+        self._own: set[int] = set()  # the ids of the model's parameters
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # the optimizers of these parameters
         self._state: dict[str, Any] | None = None
         self._values: dict[str, Any] = {}
         self._sink: TensorBoardSink | None = None
@@ -178,7 +180,7 @@ class Monitor:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        # GeneratorExit ends a loop in a generator that is not asked for more.
+        # GeneratorExit is no error: it ends a loop in a generator that is not resumed.
         if error is not None and not isinstance(error, GeneratorExit):
             trainer.interrupted, trainer.state.status = True, "interrupted"
             self._call("on_exception", error)
@@ -199,12 +201,12 @@ class Monitor:
             rank_zero_info("The loss of the steps is not known: call monitor.log(loss=loss) in each step.")
 
     def _begin(self) -> LoopTrainer:
-        """Begin the run, at its first step, when the model is on its device and a checkpoint has been loaded."""
+        """Begin the run. Called at the first step, when the model is on its device and a checkpoint has been loaded."""
         if self._trainer is not None:
             return self._trainer
         if self._has_ended:
             raise RecordingError("this Monitor has ended: make a new one for another run")
-        atexit.register(self.close)  # after an exception that nobody passes on
+        atexit.register(self.close)  # for a run whose end or exception is not reported
         if not self._is_entered:
             self._say("Monitor records until the program ends: write `with Monitor(…) as monitor:` around the loop")
         callbacks: list[Any] = list(self._recorders)
@@ -242,7 +244,7 @@ class Monitor:
         return trainer
 
     def _call(self, hook: str, *arguments: Any) -> None:
-        """Call a hook of each recorder. A recorder may add others in ``setup``, and hide some of its hooks."""
+        """Call a hook of each recorder. A recorder may add recorders in ``setup``, and hide some of its own hooks."""
         trainer = self._trainer
         for each in () if trainer is None else trainer.callbacks:
             function = getattr(each, hook, None)
@@ -250,7 +252,7 @@ class Monitor:
                 function(trainer, self._root, *arguments)
 
     def _say(self, message: str, *, is_warning: bool = True) -> None:
-        """Give a message once."""
+        """Show a message once."""
         if message not in self._said:
             self._said.add(message)
             (warn if is_warning else rank_zero_info)(message)
@@ -258,20 +260,21 @@ class Monitor:
     # Steps.
 
     def step(self, batch: Any = None) -> _Step:
-        """Return the context of a step, which is a batch of training, or of evaluation inside :meth:`evaluation`.
+        """Return the context of a training batch. Inside :meth:`evaluation`, it is the context of a validation batch.
 
-        With gradient accumulation, each batch has a context, and the step ends with that in which an optimizer steps.
+        With gradient accumulation, each batch has its own context. The step ends with the batch in which an optimizer
+        steps.
 
         Args:
-            batch: The batch, on its device: what the step reads. It is not changed, and not kept longer than the step.
+            batch: The input of the step, on its device. It is not changed, and not kept longer than the step.
         """
         return _Step(self, batch)
 
     def steps(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Iterate over a loader as the steps of an epoch: in place of ``for batch in loader`` and :meth:`step`.
+        """Iterate over the batches of a loader, each in the context of a step. Replaces the calls of :meth:`step`.
 
-        With it, findings name the rows of the data set. The batch is that of the loader, before it is moved to a
-        device.
+        Findings can then name the rows of the data set. Recorders receive each batch as the loader yields it, before it
+        is moved to a device.
         """
         trainer = self._begin()
         trainer.train_dataloader = loader = trainer.strategy.process_dataloader(loader)
@@ -285,7 +288,7 @@ class Monitor:
         self.end_epoch()
 
     def end_epoch(self) -> None:
-        """Say that an epoch has ended. Without it, all steps belong to epoch 0, and samples are not counted."""
+        """Report the end of an epoch. Without this call, all steps belong to epoch 0, and samples are not counted."""
         trainer = self._begin()
         trainer.knows_epochs = True
         self._call("on_train_epoch_end")
@@ -294,10 +297,10 @@ class Monitor:
 
     @contextmanager
     def evaluation(self, *, batches: float = float("inf")) -> Iterator[None]:
-        """Let the steps in this context be batches of validation.
+        """Treat the steps in this context as validation batches.
 
         Args:
-            batches: Their number, if it is known. Then more than the first one is recorded.
+            batches: The number of batches, if it is known. Then more batches than the first one are recorded.
         """
         trainer = self._begin()
         if trainer.is_evaluating:
@@ -321,12 +324,11 @@ class Monitor:
     # What happens in a step.
 
     def log(self, **values: Any) -> None:
-        """Write values of the current step, as often as steps are recorded, and note the loss.
+        """Write values at the interval of recorded steps, and pass the loss of every step to the recorders.
 
         Args:
-            values: Numbers, or tensors with one. ``loss`` is that of the batch, before a division by the number of
-                accumulated batches: the recorders watch it in each step. Nothing waits for a device, except when the
-                values are written.
+            values: Numbers, or tensors with one element. ``loss`` is the loss of the batch, before a division by the
+                number of accumulated batches. The device is only waited for when the values are written.
         """
         loss = values.get(_LOSS)
         step = self._step
@@ -343,11 +345,12 @@ class Monitor:
             self._values[name] = each.detach() if isinstance(each, Tensor) else each
 
     def backward(self, loss: Tensor, backward: Callable[..., Any] | None = None, **options: Any) -> None:
-        """Run ``loss.backward()``, so that the loss is known before, and with several losses, each of them.
+        """Run ``loss.backward()``, and pass the loss to the recorders before. With several losses, call it for each.
 
         Args:
             loss: The loss, multiplied by the scale of the ``GradScaler`` if there is one.
-            backward: The function to call with the loss instead, such as ``fabric.backward``, which multiplies it.
+            backward: A function to call instead of ``loss.backward``, such as ``fabric.backward``. It then multiplies
+                the loss by the scale itself.
             options: Arguments of the backward pass.
         """
         if self._step is not None and self._step.is_training:
@@ -360,18 +363,19 @@ class Monitor:
         self._call("on_after_backward")
 
     def note_loss(self, loss: Tensor) -> None:
-        """Note a loss before its backward pass, multiplied by the scale of the ``GradScaler``. Those of a step add."""
+        """Record a loss before its backward pass, multiplied by the scale of the ``GradScaler``. Losses of a step add up.
+        """
         self._has_loss = True
         self._call("on_before_backward", loss)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Called by torch before an optimizer of the process steps."""
+        """Handle an optimizer of this process that is about to step. Called by torch."""
         step = self._step
         if step is None or not step.is_training or threading.get_ident() != step.thread:
             if step is None and optimizer in self._known:
                 self._say("an optimizer stepped outside of `with monitor.step(batch):`, so this step is not recorded")
             return None
-        if step.stepping is not None or not self._owns(optimizer):  # such as that inside of ZeroRedundancyOptimizer
+        if step.stepping is not None or not self._owns(optimizer):  # a nested step, as in ZeroRedundancyOptimizer
             return None
         step.stepping = optimizer
         self._find_scaler()
@@ -390,18 +394,18 @@ class Monitor:
         return (args[0], observed, *args[2:]), kwargs
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Called by torch after an optimizer of the process has stepped."""
+        """Handle an optimizer of this process that has stepped. Called by torch."""
         if self._step is not None and optimizer in self._known:
             self._step.has_stepped = True
             self._step.stepping = None if self._step.stepping is optimizer else self._step.stepping
 
     def _owns(self, optimizer: Optimizer) -> bool:
-        """Return True if an optimizer has parameters of the model. One that is new is noted."""
+        """Return True if an optimizer has parameters of the model. Add the optimizer to the run if it is new."""
         if optimizer in self._known:
             return True
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         if not any(id(each) in self._own for each in parameters):
-            self._own = {id(each) for each in parameters_of(self._root)}  # the model may have got new ones
+            self._own = {id(each) for each in parameters_of(self._root)}  # the model may have new parameters
         if not any(id(each) in self._own for each in parameters):
             self._say(
                 f"{type(optimizer).__name__} stepped, but the model of the Monitor has none of its parameters. If the "
@@ -415,11 +419,11 @@ class Monitor:
         return True
 
     def _find_scaler(self) -> None:
-        """Notice a ``GradScaler`` that was not given."""
+        """Detect a ``GradScaler`` that was not passed to the constructor."""
         trainer = self._begin()
         if trainer.precision_plugin.scaler is not None or "scaler" in self._said:
             return
-        self._said.add("scaler")  # looked for at the first optimizer step
+        self._said.add("scaler")  # search only at the first optimizer step
         frame: Any = sys._getframe(2)
         for _ in range(_MOST_FRAMES):
             owner = None if frame is None else frame.f_locals.get("self")
@@ -432,14 +436,14 @@ class Monitor:
             frame = None if frame is None else frame.f_back
 
     def _has_stepped(self, step: _Step) -> bool:
-        """Return True if an optimizer stepped, or if a scaler skipped its step because of an overflow."""
+        """Return True if an optimizer stepped, or if the scaler skipped its step because of an overflow."""
         scaler = None if self._trainer is None else self._trainer.precision_plugin.scaler
-        scale = getattr(scaler, "_scale", None)  # the version is read without waiting for the device
+        scale = getattr(scaler, "_scale", None)  # reading its version does not wait for the device
         before, self._scale_version = self._scale_version, version_of(scale) if isinstance(scale, Tensor) else None
         return step.has_stepped or (before is not None and before != self._scale_version)
 
     def _compared(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Return some parameters with copies; none once an optimizer of torch has stepped."""
+        """Return some parameters with copies of their values; empty once a torch optimizer has stepped."""
         if self._known:
             return []
         own = [each for each in parameters_of(self._root) if each.requires_grad]
@@ -451,7 +455,7 @@ class Monitor:
         if self._known:
             return False
         with pause_recording():
-            # A loop may also give a parameter another tensor, as p.data.
+            # A loop may also assign another tensor to ``p.data``.
             if all(torch.equal(now.detach(), before) for now, before in step.compared):
                 return False
         self._say(
@@ -468,7 +472,7 @@ class Monitor:
         else:
             trainer.has_stepped = None
             step.compared = self._compared()
-            self._has_stepped(step)  # for the version of the scale before the step
+            self._has_stepped(step)  # reads the version of the scale before the step
             self._call("on_train_batch_start", step.batch, self._batch_idx)
             if not (self._known or trainer.optimizers):
                 for each in trainer.callbacks:
@@ -507,7 +511,7 @@ class Monitor:
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the run and the statistics that are not written yet, of plain values and tensors."""
+        """Return the step, the epoch and unwritten statistics of the run, as plain values and tensors."""
         if self._trainer is None and self._state is not None:
             return self._state
         trainer = self._begin()
@@ -520,11 +524,11 @@ class Monitor:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue a run, before the first step of this one.
+        """Continue the run of a checkpoint. Must be called before the first step.
 
         Raises:
             RecordingError: If the run has begun.
-            ArgumentError: If the state is none of :meth:`state_dict`.
+            ArgumentError: If the state does not come from :meth:`state_dict`.
         """
         if self._trainer is not None:
             raise RecordingError("monitor.load_state_dict must be called before the first step")
@@ -538,7 +542,7 @@ class Monitor:
 
     @property
     def has_begun(self) -> bool:
-        """True after the first step began."""
+        """True once the first step has begun."""
         return self._trainer is not None
 
     @property
@@ -552,7 +556,7 @@ class Monitor:
 
     @property
     def should_stop(self) -> bool:
-        """True after a finding of ``StepWatch(on_finding="stop")``. The loop may read it, and end."""
+        """True after a finding of ``StepWatch(on_finding="stop")``. The loop should then end."""
         return self._trainer is not None and self._trainer.should_stop
 
     @property
@@ -562,7 +566,7 @@ class Monitor:
 
     @property
     def recorders(self) -> Sequence[RecorderCallback]:
-        """The recorders, with those that were added when the run began."""
+        """The recorders, including recorders that were added when the run began."""
         return list(self._recorders if self._trainer is None else self._trainer.callbacks)
 
     def _save(self, path: Path) -> None:
@@ -577,7 +581,7 @@ class Monitor:
 
 
 class _ByHand:
-    """Takes the place of the optimizer in a loop that changes the parameters itself."""
+    """A stand-in for the optimizer in a loop that changes the parameters itself."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.param_groups = [{"params": parameters}]
@@ -625,7 +629,7 @@ class _Step:
         self.leave(error)
 
     def leave(self, error: BaseException | None) -> None:
-        """End the step, once. Leaving a loop early, as a generator does, is no error."""
+        """End the step. Idempotent. GeneratorExit counts as leaving the loop early, not as an error."""
         if self._is_recorded:
             self._is_recorded = False
             self._monitor._step = None
@@ -638,12 +642,12 @@ class _Step:
 
 
 def _plain(optimizer: Any) -> Any:
-    """Return the optimizer inside a wrapper of Fabric or of accelerate."""
+    """Return the optimizer inside a wrapper of Fabric or accelerate, or the optimizer itself."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _checked(recorders: Iterable[Any]) -> list[RecorderCallback | Check]:
-    """Return the recorders. Raise ArgumentError if one of them is none."""
+    """Return the recorders as a list. Raise ArgumentError if an item is not a recorder."""
     found = list(recorders)
     for each in found:
         if not isinstance(each, (RecorderCallback, Check)):

@@ -1,4 +1,4 @@
-"""The samples of a run: how often each comes, in memory that does not grow with the run."""
+"""Count how often each sample of a run occurs, in memory that does not grow with the run."""
 
 from __future__ import annotations
 
@@ -30,37 +30,36 @@ _BATCHES = 1024
 _ALL = 1 << 64
 _MOST_CLASSES = 1024
 _MIX = np.int64(0x1E3779B97F4A7C15)
-_AT_ONCE = 16  # batches that are counted at once, or fewer with about this number of samples
+_AT_ONCE = 16  # the number of batches that are counted together; fewer if they have about _MOST_WAITING samples
 _MOST_WAITING = 4096
-_FEWEST_CONTENTS = 4  # different samples in a batch, so that two batches are hardly equal by chance
-_ABOUT = 0.8  # of the largest share: ranks that share most samples do not all have the same share
-_NEAR = 4  # batches in which a sample comes again soon
-_COMPARED_SAMPLES = 16  # of a step
-_MOST_SENT = 1024  # samples of an epoch that are compared between ranks
+_FEWEST_CONTENTS = 4  # with at least this many different samples, two batches are hardly equal by chance
+_ABOUT = 0.8  # ranks with at least this fraction of the largest share of common samples are reported together
+_NEAR = 4  # the number of recent batches that are searched for repeated samples
+_COMPARED_SAMPLES = 16  # the number of samples of a step that are compared between ranks
+_MOST_SENT = 1024  # the maximum number of samples of an epoch that are compared between ranks
 
 Keys = NDArray[np.int64]
 _Value: TypeAlias = tuple[int | None, int]  # the fingerprint of a sample, if it is known, and its class, or -1
 
 
 class Sketch:
-    """Counts keys exactly up to twice its size, and of more keys a random part: those with the smallest hashes.
+    """Counts how often each key was added, exactly for up to ``2 * size`` different keys.
 
-    The keys must be spread evenly over 64 bits. With a size of 4096, the standard error of a share is at most 0.8 %,
-    and that of the number of different keys 1.6 %.
-
-    At least ``size`` keys are kept, if there are so many, and at most twice as many.
+    With more keys, only the smallest ``size`` to ``2 * size`` keys are kept, as a random sample. The keys must
+    therefore be spread evenly over 64 bits. With a size of 4096, the standard error of a share is at most 0.8 %, and
+    the standard error of the number of different keys is 1.6 %.
     """
 
     def __init__(self, size: int = _SAMPLES) -> None:
         self._size = size
         self.limit = _ALL
-        """Keys below it are counted."""
+        """Only keys below this limit are counted."""
         self.counts: Counter[int] = Counter()
         self.workers: dict[int, int] = {}
-        """The workers that a key came from, as bits."""
+        """The workers that yielded each key, as a bit mask."""
 
     def add(self, keys: Keys, worker: int | None = None) -> None:
-        """Count some keys."""
+        """Add keys."""
         unsigned = keys.view(np.uint64)
         if self.limit < _ALL:
             unsigned = unsigned[unsigned < np.uint64(self.limit)]
@@ -91,13 +90,13 @@ class Sketch:
         return found / max(1, len(self.counts))
 
     def common(self, other: Sketch) -> tuple[int, int]:
-        """Return how many keys of this sketch the other could have, and how many it has."""
+        """Return the number of keys that both sketches could have counted, and how many of these both have."""
         limit = min(self.limit, other.limit)
         own = [key for key in self.counts if key < limit]
         return len(own), sum(key in other.counts for key in own)
 
     def is_same_set(self, other: Sketch) -> bool:
-        """Return True if both have the same keys, as far as they are counted."""
+        """Return True if both sketches have the same keys below the smaller of their limits."""
         limit = min(self.limit, other.limit)
         return {key for key in self.counts if key < limit} == {key for key in other.counts if key < limit}
 
@@ -107,8 +106,8 @@ class BatchSamples:
     """The samples of one batch."""
 
     contents: Keys  # the fingerprints of the samples, ``[samples]``; none if they are not known
-    rows: Keys | None = None  # their indices in the data set, ``[samples]``; None if they are not known
-    hashes: Keys | None = None  # the same for indices that are no whole numbers
+    rows: Keys | None = None  # the indices of the samples in the data set, ``[samples]``; None if they are not known
+    hashes: Keys | None = None  # hashes of the indices if these are not integers
     worker: int | None = None  # the worker that made the batch; None if it is not known
     classes: Keys | None = None  # the class of each sample, ``[samples]``; None if there is none
     inputs: Keys | None = None  # the fingerprints of the inputs alone, ``[samples]``; None if they are not known
@@ -120,7 +119,7 @@ class BatchSamples:
 
     @property
     def keys(self) -> Keys:
-        """The identities of the samples: of their indices, or else of their values."""
+        """The identities of the samples, from their indices or else from their values."""
         if self.rows is not None:
             return _spread(self.rows)
         return self.contents if self.hashes is None else self.hashes
@@ -141,36 +140,36 @@ class EpochSamples:
         self.batches = self.samples = self.first_step = self.last_step = 0
         self.keys = Sketch()
         self.contents = self.keys
-        """The values of the samples, even if their indices are known."""
+        """The fingerprints of the sample values. The same object as ``keys`` if the indices are not known."""
         self.is_whole = self._is_repeat = False
         self.overwritten = self.checked = 0
-        """The number of batches that were written to while they were used, and of those that were looked at."""
+        """The number of batches that were overwritten during their use, and the number of checked batches."""
         self.order = 0
-        """A number that depends on the order of the samples."""
+        """A hash of the samples that depends on their order."""
         self._is_ascending = True
         self._last_row = self._last_class = -1
-        self._first_repeat = 0  # the number of samples before it
+        self._first_repeat = 0  # the number of samples until the first repeated one; 0 if there is none
         self._recent: deque[Keys] = deque(maxlen=_NEAR)
         self._near = self._equal = self._consecutive = self._cached = self._changes = 0
         self._equal_input: int | None = None
         self._sets = Sketch(_BATCHES)
         self._before: int | None = None
         self._waiting: list[BatchSamples] = []
-        self._seen: dict[int, int] = {}  # the set of indices by the values of a batch
+        self._seen: dict[int, int] = {}  # from the values of a batch to the set of its indices, both as hashes
         self._classes: NDArray[np.int64] | None = np.zeros(_MOST_CLASSES, dtype=np.int64)
 
     def add(self, batch: BatchSamples, step: int) -> None:
-        """Add a batch. Most attributes have it after :meth:`count` or :meth:`facts`."""
+        """Add a batch. Most attributes include it only after :meth:`count` or :meth:`facts`."""
         self.first_step = self.first_step if self.batches else step
         self.last_step = step
         self.batches += 1
-        # A step evicts code and counts from the cache of the processor, so that several batches at once take less time.
+        # A step evicts this code and its data from the processor cache, so counting several batches at once is faster.
         self._waiting.append(batch)
         if len(self._waiting) == _AT_ONCE or len(self._waiting) * len(batch.contents) >= _MOST_WAITING:
             self.count()
 
     def count(self) -> None:
-        """Count the batches that wait for it."""
+        """Count the waiting batches."""
         waiting, self._waiting = self._waiting, []
         for each in waiting:
             self._count_batch(each)
@@ -202,7 +201,7 @@ class EpochSamples:
         self._add_classes(batch.classes)
 
     def _look_for_equal_inputs(self, batch: BatchSamples) -> None:
-        """Count batches whose samples have the same inputs, which are others than those of the batch before."""
+        """Count batches whose samples all have the same inputs, unless the previous batch had these inputs as well."""
         inputs, before = batch.inputs, self._equal_input
         self._equal_input = None
         if inputs is None or len(inputs) < 2 or not (inputs == inputs[0]).all():
@@ -237,7 +236,7 @@ class EpochSamples:
 
     @property
     def has_changed(self) -> bool:
-        """True if the latest batch has other samples than the one before."""
+        """True if the latest batch has other samples than the batch before it."""
         self.count()
         return self.batches > 1 and not self._is_repeat
 
@@ -284,26 +283,26 @@ class EpochSamples:
 
 
 def _ordered(keys: Keys) -> int:
-    """Return a number that depends on the order of some keys."""
+    """Return a hash of keys that depends on their order."""
     return int(keys @ odd_numbers(len(keys)))
 
 
 def compare_validation(validation: Sketch, samples: int, training: Sketch, step: int) -> ValidationFacts:
-    """Return how many samples of validation an epoch of training has."""
+    """Compare the samples of a validation loader with those of a training epoch."""
     compared, common = validation.common(training)
     return ValidationFacts(samples, validation.distinct, compared, common, step)
 
 
 class StepSamples(NamedTuple):
-    """The samples of a batch with the smallest keys."""
+    """The samples of a batch that have the smallest keys."""
 
     keys: frozenset[int]
     values: Mapping[int, _Value] | None
-    """As in :class:`RankSamples`; None if the keys are the fingerprints."""
+    """The fingerprint and the class of each sample, as in :class:`RankSamples`; None if the keys are fingerprints."""
 
     @classmethod
     def of(cls, batch: BatchSamples, keys: Keys) -> StepSamples:
-        """Return those of a batch with some keys."""
+        """Return the samples of a batch with the smallest of the given keys."""
         unsigned = keys.view(np.uint64)
         places = np.argsort(unsigned)[:_COMPARED_SAMPLES]
         found = unsigned[places].tolist()
@@ -318,27 +317,27 @@ class StepSamples(NamedTuple):
 class RankSamples:
     """Some samples of the latest steps of one rank."""
 
-    rank: int  # the number of the rank among those that should have different samples
+    rank: int  # the index of the rank among the ranks that should have different samples
     steps: tuple[int, ...]
-    keys: tuple[frozenset[int], ...]  # the samples of each step with the smallest keys
-    # the fingerprint of each of them, if known, and its class, or -1; empty if the keys are the fingerprints
+    keys: tuple[frozenset[int], ...]  # the smallest sample keys of each step
+    # by key, the fingerprint of the sample, if known, and its class, or -1; empty if the keys are the fingerprints
     values: tuple[Mapping[int, _Value], ...] = ()
 
     @classmethod
     def of(cls, rank: int, steps: Mapping[int, StepSamples]) -> RankSamples:
-        """Return what is sent of some steps."""
+        """Return the samples of steps in the form that is sent to the first rank."""
         found = steps.values()
         has_values = all(each.values is not None for each in found)
         values = tuple(each.values for each in found if each.values is not None) if has_values else ()
         return cls(rank, tuple(steps), tuple(each.keys for each in found), values)
 
     def at(self, step: int) -> frozenset[int]:
-        """Return the samples of a step."""
+        """Return the sample keys of a step."""
         return self.keys[self.steps.index(step)]
 
 
 def compare_ranks(ranks: Sequence[RankSamples]) -> RankFacts | None:
-    """Compare the samples that ranks have in the same steps; None if there is nothing to compare."""
+    """Compare the samples of ranks in the same steps. Return None if there is nothing to compare."""
     parts = {each.rank: each for each in ranks}  # ranks of one tensor-parallel group have the same samples
     steps = sorted(set.intersection(*(set(each.steps) for each in parts.values()))) if parts else []
     if len(parts) < 2 or not steps:
@@ -359,9 +358,9 @@ def compare_ranks(ranks: Sequence[RankSamples]) -> RankFacts | None:
 
 
 def _shared(one: RankSamples, other: RankSamples, steps: Sequence[int]) -> float:
-    """Return the share of the samples of a rank that another one has in the same steps.
+    """Return the share of the samples of a rank that another rank has in the same steps.
 
-    The same indices with other classes are those of other data sets.
+    Equal indices with different classes are not counted, because they belong to different data sets.
     """
     common = sum(len(one.at(step) & other.at(step)) for step in steps)
     common -= sum(first[1] != second[1] for first, second in _pairs(one, other, steps))
@@ -369,9 +368,9 @@ def _shared(one: RankSamples, other: RankSamples, steps: Sequence[int]) -> float
 
 
 def _equal(one: RankSamples, other: RankSamples, steps: Sequence[int]) -> float:
-    """Return the share of common indices that have the same values; 1 if all have the same classes.
+    """Return the share of common indices whose samples have equal values; 1 if all have equal classes.
 
-    An augmentation gives the same sample other values, and the same class.
+    Classes are compared because an augmentation changes the values of a sample, but not its class.
     """
     if not one.values or not other.values:
         return 1.0
@@ -383,7 +382,7 @@ def _equal(one: RankSamples, other: RankSamples, steps: Sequence[int]) -> float:
 
 
 def _pairs(one: RankSamples, other: RankSamples, steps: Sequence[int]) -> list[tuple[_Value, _Value]]:
-    """Return what two ranks have at the same indices."""
+    """Return the fingerprints and classes of two ranks at their common indices."""
     found = []
     if one.values and other.values:
         for step in steps:
@@ -396,19 +395,19 @@ def _pairs(one: RankSamples, other: RankSamples, steps: Sequence[int]) -> list[t
 class RankEpoch:
     """Some samples of an epoch of one rank."""
 
-    rank: int  # the number of the rank among those that should have different samples
+    rank: int  # the index of the rank among the ranks that should have different samples
     epoch: int
-    samples: int  # the number of samples in it
-    distinct: float  # the number of different ones
-    limit: int  # the number below which the keys are complete
-    keys: frozenset[int]  # the different samples with keys below it
-    # the same for their values, if the keys are indices
+    samples: int  # the number of samples in the epoch
+    distinct: float  # the number of different samples
+    limit: int  # the limit below which the keys are complete
+    keys: frozenset[int]  # the keys of the different samples below the limit
+    # the limit and the keys from the values of the samples, if ``keys`` come from indices
     limit_of_values: int = 0
     values: frozenset[int] | None = None
 
     @classmethod
     def of(cls, rank: int, epoch: EpochSamples) -> RankEpoch:
-        """Return what is sent of an epoch."""
+        """Return the samples of an epoch in the form that is sent to the first rank."""
         epoch.count()
         found = cls(rank, epoch.epoch, epoch.samples, epoch.keys.distinct, *_sent(epoch.keys))
         if epoch.contents is epoch.keys:
@@ -425,7 +424,7 @@ def _sent(sketch: Sketch) -> tuple[int, frozenset[int]]:
 
 
 def compare_epochs(ranks: Sequence[RankEpoch]) -> EpochOfRanks | None:
-    """Compare the samples that ranks have in an epoch; None if there is nothing to compare."""
+    """Compare the samples of ranks in an epoch. Return None if there is nothing to compare."""
     parts = {each.rank: each for each in ranks}  # ranks of one tensor-parallel group have the same samples
     if len(parts) < 2 or len({each.epoch for each in parts.values()}) > 1:
         return None
@@ -443,7 +442,7 @@ def compare_epochs(ranks: Sequence[RankEpoch]) -> EpochOfRanks | None:
 
 
 def _common(ranks: Sequence[tuple[int, frozenset[int]]]) -> tuple[int, float]:
-    """Return the number of keys that are complete on all ranks, and the share of them that several ranks have."""
+    """Return the number of different keys below the smallest limit, and the share of them that several ranks have."""
     limit = min(limit for limit, _ in ranks)
     counts = Counter(key for _, keys in ranks for key in keys if key < limit)
     return len(counts), sum(count > 1 for count in counts.values()) / max(1, len(counts))

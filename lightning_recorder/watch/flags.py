@@ -1,4 +1,4 @@
-"""Flags on the device that tell for each module of a step whether its values were finite."""
+"""Flags on the device that show for each module call of a step if its values were finite."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Call:
     number: int
     backward: bool
     batch: int
-    """The place of the batch among the batches of the step."""
+    """The index of the batch in the step."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,16 @@ class StepFlags:
     """The flags of one step."""
 
     calls: list[_Call]  # the module calls in the order of execution
-    # A number for each of them that is finite if and only if its output, or the gradient of it, is, ``[calls]`` on the
-    # device. ``None`` if no module was called.
+    # ``[calls]`` on the device: a number for each call, finite only if its output, or the gradient of its output, is
+    # finite. ``None`` if no module was called.
     values: Tensor | None
 
     def origin(self) -> tuple[Origin, int] | None:
-        """Return the module with the first bad value, and the place of its batch. Waits for the device.
+        """Return the module with the first bad value, and the index of its batch in the step. Waits for the device.
 
-        A NaN counts before infinities, which masks have, except for positive ones right before it: they became the NaN.
-        In the backward pass, the module is the one whose output still had a finite gradient right before.
+        The first NaN takes precedence over infinities, because masks contain infinities. Positive infinities directly
+        before the NaN are its cause, so the first of these is returned. In the backward pass, the module is the last
+        one whose output still had a finite gradient.
         """
         values = [] if self.values is None else self.values.tolist()
         first = next((index for index, value in enumerate(values) if math.isnan(value)), None)
@@ -57,19 +58,19 @@ class StepFlags:
         return Origin(call.name, call.number, call.backward, "", "", "", kind, 1), call.batch
 
     def _is_next(self, index: int) -> bool:
-        """Return True if a call follows the one before it in the same pass over the same batch."""
+        """Return True if a call and the call before it are in the same pass over the same batch."""
         before, call = self.calls[index - 1 : index + 1]
         return (before.backward, before.batch) == (call.backward, call.batch)
 
 
 class ModuleFlags:
-    """Computes a flag for the outputs of all modules, and for the gradients of the outputs, in every step.
+    """Computes flags for the outputs of all modules, and for the gradients of these outputs, in every step.
 
     Args:
         modules: The modules by name.
 
     Note:
-        Waits for nothing. Each module output and each gradient is read once, by one kernel.
+        Never waits for the device. Each module output and each gradient is read once, by one kernel.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -77,7 +78,7 @@ class ModuleFlags:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget the flags of the step before."""
+        """Discard the flags of the previous step."""
         self._calls: list[_Call] = []
         self._values: list[Tensor] = []
         self._batch = -1
@@ -91,7 +92,7 @@ class ModuleFlags:
             tap.attach()
 
     def end_batch(self) -> None:
-        """End a batch. The hooks stay, without effect."""
+        """End a batch. The hooks stay registered but do nothing until the next batch."""
         for tap in self._taps:
             tap.pause()
 
@@ -117,7 +118,7 @@ class ModuleFlags:
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor.resolve_conj())
         if tensor.is_floating_point() and tensor.numel() and tensor.layout is torch.strided:
-            # A sum is the fastest kernel that keeps a NaN or an infinity.
+            # A sum is the fastest kernel whose result is not finite if any value is not.
             value = tensor.sum(dtype=torch.float32 if tensor.dtype in _LOW else None)
             device = self._values[0].device if self._values else value.device
             self._calls.append(call)

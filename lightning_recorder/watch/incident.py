@@ -1,4 +1,4 @@
-"""The folder of a finding: what is known about its step, and a script that runs the step again."""
+"""The folder of a finding: the state before its step, and a script that runs the step again."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def write_incident(
     save_batch: bool,
     has_script: bool,
 ) -> None:
-    """Write what is known about the step of a finding. Raise OSError if a file cannot be written.
+    """Write the state before the step of a finding. Raise OSError if a file cannot be written.
 
-    ``has_script`` says whether :func:`~lightning_recorder.callbacks.reproduce.reproduce` can run the step again.
+    ``has_script`` is True if :func:`~lightning_recorder.callbacks.reproduce.reproduce` can run the step again.
     """
     left_out: dict[str, str] = {}
     tensors: dict[str, Tensor] = {}
@@ -157,7 +157,7 @@ def _incident(folder: Path, about: dict[str, Any]) -> Incident:
 
 
 def _check(about: Mapping[str, Any]) -> None:
-    """Raise if the contents of ``incident.json`` are not those that :func:`write_incident` writes."""
+    """Raise an error if ``incident.json`` does not have the format that :func:`write_incident` writes."""
     if not all(isinstance(about["model"][name], str) for name in ("module", "name")):
         raise TypeError("the class of the model is not named")
     if not isinstance(about["model"]["hparams"], dict) or not isinstance(about["model"]["file"], (str, type(None))):
@@ -193,10 +193,10 @@ def _attempt(path: Path, nbytes: int, write: Callable[[], object]) -> None:
 
 
 def _plain(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Return a batch as JSON values, and add its tensors, by their paths.
+    """Return a batch as JSON values, and add its tensors to ``tensors`` by their paths.
 
     Raises:
-        TypeError: If it has an object of another kind.
+        TypeError: If the batch contains an unsupported object.
     """
     if isinstance(value, Tensor):
         if not can_hold(value.dtype) or value.is_sparse:

@@ -1,4 +1,4 @@
-"""The state at the start of a batch, kept so that the batch can be run again."""
+"""Keep the state at the start of a batch, so that the batch can be run again."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ __all__ = ["Counters", "KeptBatch", "StateKeeper", "are_written", "batch_version
 
 _NUMBERS = (int, float, bool)
 _SKIPPED = (str, bytes, type, ModuleType, Tensor, nn.Module)
-_FOREIGN = ("torch", "lightning", "pytorch_lightning", "numpy")  # whose objects are not searched
-# Exact types only: to read a key that is gone may change a subclass.
+_FOREIGN = ("torch", "lightning", "pytorch_lightning", "numpy")  # objects of these packages are not searched
+# Exact types only: reading a missing key may change a subclass.
 _CONTAINERS = (dict, list, OrderedDict, Counter)
-_MOST_ENTRIES = 64  # of a list or a dictionary that is searched
+_MOST_ENTRIES = 64  # longer lists and dictionaries are not searched
 _DEEPEST = 6
 
 
 class Slot(NamedTuple):
-    """The place of a number: a key of a dictionary, an index of a list, or the variable of a closure.
+    """A reference to a number: a key of a dictionary, an index of a list, or the variable of a closure.
 
     Args:
         owner: The dictionary, the list or the cell.
@@ -55,14 +55,14 @@ class Slot(NamedTuple):
     key: Any
 
     def read(self) -> Any:
-        """Return the number; ``None`` if there is no value any more."""
+        """Return the number, or ``None`` if the value no longer exists."""
         try:
             return self.owner.cell_contents if self.key is None else self.owner[self.key]
         except (KeyError, IndexError, ValueError):
             return None
 
     def write(self, value: Any) -> None:
-        """Set the number, unless there is no value any more."""
+        """Set the number, unless the value no longer exists."""
         if self.read() is None:
             return
         if self.key is None:
@@ -72,12 +72,11 @@ class Slot(NamedTuple):
 
 
 class Counters:
-    """Finds the numbers that change from batch to batch, so that a batch can be run again with those that it had.
+    """Finds the numbers that change from batch to batch, so that a batch can be run again with the same numbers.
 
-    A model, a hook or a function may count its calls and depend on the count. All numbers are searched for at the
-    first batch: attributes of modules, variables of the closures of functions and hooks, the global variables that
-    these use, and what is in lists and dictionaries there. From the second batch on, those that have changed since are
-    kept.
+    A model, a hook or a function may count its calls and depend on the count. At the first batch, all numbers are
+    collected: attributes of modules, closure variables of functions and hooks, the global variables that these use, and
+    entries of lists and dictionaries in any of them. From the second batch on, the numbers that have changed are kept.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -85,10 +84,10 @@ class Counters:
         self._first: list[tuple[Slot, Any]] | None = None
         self._slots: list[Slot] | None = None
         self.are_none = False
-        """True if no number changes."""
+        """True if no number changes from batch to batch."""
 
     def keep(self) -> list[tuple[Slot, Any]]:
-        """Return the numbers as they are now."""
+        """Return the current values of the changing numbers."""
         if self._first is None:
             self._first = [(slot, slot.read()) for slot in _slots(self._modules)]
             return self._first
@@ -126,7 +125,7 @@ def _inside(value: Any, seen: set[int], depth: int) -> Iterator[Slot]:
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield the values that an object refers to, with their owner and their key; no owner if they cannot be set."""
+    """Yield the values in an object, each with its owner and its key. The owner is None if the value cannot be set."""
     if type(value) in _CONTAINERS:
         if len(value) <= _MOST_ENTRIES:
             pairs = value.items() if isinstance(value, dict) else enumerate(value)
@@ -139,7 +138,7 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any, Any]]:
         if not _is_foreign(value):
             yield from _variables(value)
     elif not _is_foreign(type(value)):
-        with suppress(AttributeError):  # an object without a dictionary
+        with suppress(AttributeError):  # an object without ``__dict__``
             yield None, None, attributes_of(value)
 
 
@@ -159,9 +158,9 @@ def _is_foreign(value: type | Callable[..., Any]) -> bool:
 
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
-# Kernels of normalizations write these buffers without increasing their version.
+# Normalization kernels write to these buffers without increasing their version counters.
 _UNVERSIONED = ("running_mean", "running_var", "num_batches_tracked")
-_MOST_BYTES = 2**28  # of the copies of buffers; larger buffers are not copied
+_MOST_BYTES = 2**28  # the maximum size of all copies of buffers; further buffers are not copied
 
 
 @dataclass
@@ -169,29 +168,29 @@ class KeptBatch:
     """A batch, and the state of the model and the random number generators before it."""
 
     batch: Any  # the batch, as the step received it
-    batch_idx: int  # its index in the epoch
-    step: int  # the optimizer step that it is part of, counted like ``self.log`` does
+    batch_idx: int  # the index of the batch in the epoch
+    step: int  # the optimizer step of the batch, as counted by ``self.log``
     epoch: int
     random: RandomStates  # the states of the random number generators
-    # the values of the buffers, by the table and the name of each; a table may be of a class of the user: use put_entry
+    # for each buffer its table, its name and its values; a table may have a class of the user, so use put_entry
     buffers: list[tuple[dict[str, Tensor | None], str, Tensor]]
     frozen: list[nn.Parameter]  # the parameters that did not require a gradient
     losses: list[Tensor] = field(default_factory=list)
-    """The losses of which gradients were computed, in order."""
+    """The losses with a backward pass, in order."""
     versions: list[tuple[Tensor, int | None]] = field(default_factory=list)
     counters: list[tuple[Slot, Any]] = field(default_factory=list)
     """The numbers in objects of the model that change from batch to batch."""
     indices: list[int] | None = None
-    """The indices of its samples in the data set, if they are known."""
+    """The indices of the samples in the data set, if they are known."""
 
     @property
     def rows(self) -> int:
-        """The first size of the first tensor of the batch that has a dimension: the number of its samples, or 0."""
+        """The number of samples: the first size of the first tensor of the batch that has a dimension, or 0."""
         return next((len(tensor) for tensor, _ in self.versions if tensor.dim()), 0)
 
     @property
     def is_changed(self) -> bool:
-        """True if the step has changed a tensor of the batch in place, so that it cannot be run again."""
+        """True if the step has changed a tensor of the batch in place, so that the step cannot be run again."""
         with without_functions():
             return are_written(self.versions)
 
@@ -199,7 +198,7 @@ class KeptBatch:
     def restored(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         """Set buffers, ``requires_grad``, counters and random number generators to the state before the batch.
 
-        The caller restores them to their current state afterwards, except for the counters, which are restored here.
+        On exit, only the counters are set back to their current values. The caller restores everything else.
         """
         frozen = set(map(id, self.frozen))
         for parameter in parameters:
@@ -222,7 +221,7 @@ class KeptBatch:
 
 
 def batch_versions(batch: Any) -> list[tuple[Tensor, int | None]]:
-    """Return the tensors of a batch, with the number of in-place writes to each."""
+    """Return the tensors of a batch, each with its version, the number of in-place writes to it."""
     tensors = [each for _, each in iter_tensors(batch, "batch", unknown=ignore_unknown)]
     try:
         return list(zip(tensors, map(counted_version, tensors), strict=True))
@@ -263,10 +262,10 @@ class StateKeeper:
         if self.must_copy:
             with pause_recording():
                 batch = own_copies({"batch": batch})["batch"]
-        with without_functions():  # a function mode would be called for each property of a tensor that is read
+        with without_functions():  # reading a property of a tensor would call an active function mode
             is_plain = type(batch) in (list, tuple) and set(map(type, batch)) == {Tensor} and not self.must_copy
             versions: list[tuple[Tensor, int | None]] | None
-            try:  # most batches are plain, and need no further call
+            try:  # the common case of a plain batch, without further calls
                 versions = list(zip(batch, map(counted_version, batch), strict=True)) if is_plain else None
             except RuntimeError:  # tensors of inference mode do not count
                 versions = None

@@ -1,4 +1,4 @@
-"""Copies of the parameters from before optimizer steps, for a step whose bad value arrives late from the device."""
+"""Copies of the parameters from before optimizer steps, for replays of steps whose values arrive late."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _LARGEST_MEMORY_SHARE = 0.1
 """The largest share of the free memory of the device that the copies may take."""
 _LARGEST_TIME_SHARE = 0.01
 """The largest share of the time of a step that copying may take on average."""
-_MEASURED = 6  # copies whose time is measured; the first one also allocates memory
-_SETTLED = 2  # steps after which the optimizer has allocated its state
+_MEASURED = 6  # the number of copies whose time is measured; the first copy also allocates memory
+_SETTLED = 2  # the number of steps after which the optimizer has allocated its state
 _SHAPE = attrgetter("shape")
 _foreach_copy = getattr(torch, "_foreach_copy_", None)
 
@@ -38,14 +38,14 @@ class KeptParameters:
 
 class _Clock(Protocol):
     def mark(self) -> Any:
-        """Mark the current place in the work of the device. Does not wait."""
+        """Return a mark of the current point in the work of the device. Does not wait."""
 
     def seconds(self, begin: Any, end: Any) -> float | None:
         """Return the time between two marks in seconds, or None if the device has not reached the second one."""
 
 
 class _HostClock:
-    """Measures on the host."""
+    """A clock that measures on the host."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -55,7 +55,7 @@ class _HostClock:
 
 
 class _DeviceClock:
-    """Measures by events of the device."""
+    """A clock that measures with events of the device."""
 
     def __init__(self, event: Any) -> None:
         self._event = event
@@ -80,14 +80,15 @@ class _Measured:
 
 
 class ParameterCopies:
-    """Copies of the parameters, taken so rarely that they cost nearly nothing.
+    """Copies the parameters, with ``"auto"`` so rarely that copying costs nearly nothing.
 
-    With ``"auto"`` there are two copies, so that nothing waits for the device: the older one is overwritten once the
-    values of all steps before the newer one have arrived. They are kept if both together take less than a tenth of the
-    free memory of the device. The first copies are measured. If one takes more than 1 % of a step, a copy is taken
-    every few steps, so that their average takes less. A step between two copies is run again with the older one.
+    With ``"auto"``, two copies are kept, so that nothing waits for the device. The older copy is overwritten once the
+    values of all steps before the newer copy have arrived. Copies are only kept if both together take less than a tenth
+    of the free memory of the device. The time of the first copies is measured. If a copy takes more than 1 % of the
+    time of a step, the parameters are copied every few steps, so that the average stays below 1 %. A step between two
+    copies is run again with the older copy.
 
-    With ``True`` there is one copy, taken before each step. The caller then waits for the values of the step before.
+    With ``True``, one copy is kept and taken before each step. The caller then waits for the values of the step before.
     """
 
     def __init__(
@@ -100,22 +101,25 @@ class ParameterCopies:
         self._marks: list[_Measured] = []
         self._is_measured = False
         self.waits = not self._is_auto
-        """True if the values of the step before must have arrived before a copy is taken."""
+        """True if a copy may only be taken after the values of the previous step have arrived."""
         self.every = 1
-        """The steps from one copy to the next; 0 if there are none."""
+        """The number of steps from one copy to the next; 0 if no copies are taken."""
         if self._is_auto and any(is_uninitialized(each) or hasattr(each, "_local_tensor") for each in self._parameters):
-            self.every = 0  # a step with sharded parameters communicates, so that it cannot be run again
+            self.every = 0  # a step with sharded parameters communicates, so it cannot be run again
 
     def latest(self, step: int) -> KeptParameters | None:
-        """Return the newest copy that was taken before an optimizer step or at one before it; None if there is none."""
+        """Return the newest copy from before this optimizer step, taken at this step or earlier; None without one."""
         return next((each for each in reversed(self._copies) if each.step <= step), None)
 
     def is_due(self, step: int) -> bool:
-        """Return True if a copy is to be taken before a step."""
+        """Return True if a copy is due before this step."""
         return bool(self.every) and (not self._copies or step >= self._copies[-1].step + self.every)
 
     def take(self, step: int, oldest: int | None) -> None:
-        """Copy the parameters, unless a step whose values have not arrived needs the copies that there are."""
+        """Copy the parameters, unless a step whose values have not arrived still needs the existing copies.
+
+        ``oldest`` is the first step whose values have not arrived.
+        """
         if self._is_auto and not (self._is_measured and self._turns > _SETTLED) and not self._decide(step):
             return
         slots = 2 if self._is_auto else 1
@@ -153,7 +157,7 @@ class ParameterCopies:
     def _decide(self, step: int) -> bool:
         """Return True if copies are affordable, and set the interval once their time is known."""
         self._turns += 1
-        # Asked for again once the optimizer has allocated its state.
+        # The free memory is checked again once the optimizer has allocated its state.
         if self._turns in (1, 1 + _SETTLED) and not self._fits():
             self._stop()
             return False
@@ -171,7 +175,7 @@ class ParameterCopies:
         return free is not None and 2 * size < _LARGEST_MEMORY_SHARE * (free + len(self._copies) * size)
 
     def _time_share(self) -> float | None:
-        """Return the time of a copy as a share of a step without it, the larger of host and device."""
+        """Return the time of a copy on host or device, whichever is larger, relative to a step without a copy."""
         marks = self._marks[1:]  # the first copy allocates memory
         copies = [self._clock.seconds(each.begin, each.end) for each in marks]
         between = [
@@ -195,7 +199,7 @@ class ParameterCopies:
 
     @staticmethod
     def _free_memory(device: torch.device) -> int | None:
-        """Return the bytes that are free on a device at the time of the largest use so far; None if unknown."""
+        """Return the number of free bytes on a device at its peak memory use so far; None if unknown."""
         if device.type not in ("cuda", "xpu"):
             return None
         module: Any = torch.get_device_module(device)

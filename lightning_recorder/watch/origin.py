@@ -1,4 +1,4 @@
-"""A trace of a step that finds the operation from which its first bad value came."""
+"""Trace a step to find the operation that produced its first bad value."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def bad_count(tensor: Tensor) -> tuple[int, bool]:
 
 
 def adds(result: Tensor, args: Any) -> bool:
-    """Return True if an element of the result is bad and no element of the inputs at its place is."""
+    """Return True if an element of the result is not finite although the inputs are finite at the same index."""
     new = ~torch.isfinite(result.detach())
     for tensor in floating(args):
         new = new & torch.isfinite(tensor.detach()).broadcast_to(new.shape)
@@ -81,7 +81,7 @@ def is_checkable(tensor: Tensor) -> bool:
 
 
 def has_infinity(values: Any) -> bool:
-    """Return True if a number among the arguments is infinite, or a tensor without dimensions is."""
+    """Return True if a Python number among the arguments is infinite, also in nested containers."""
     todo = list(values)
     while todo:
         value = todo.pop()
@@ -97,10 +97,10 @@ def has_infinity(values: Any) -> bool:
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent.parent)
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-_UNFILLED = ("empty", "new_empty", "resize", "set_")  # memory that nothing has been written to may hold anything
-# With an infinity as an argument, these make a mask.
+_UNFILLED = ("empty", "new_empty", "resize", "set_")  # these return uninitialized memory, which may hold any value
+# With an infinity as an argument, these operations make a mask.
 _FILLING = re.compile("full|full_like|new_full|(masked_|index_)?fill|scalar_tensor|where|constant_pad_nd|scatter")
-_WRITES_INPUTS = "batch_norm"  # although its schema does not say that it updates the running statistics
+_WRITES_INPUTS = "batch_norm"  # updates the running statistics, although its schema does not say so
 
 
 class CommunicationError(RecorderError, RuntimeError):
@@ -109,22 +109,22 @@ class CommunicationError(RecorderError, RuntimeError):
 
 @dataclass(frozen=True)
 class Origin:
-    """The place where the first bad value of a step arose."""
+    """The operation or tensor in which the first bad value of a step appeared."""
 
     module: str  # the name of the module; ``""`` for the code of the step itself
     call: int  # the number of the call of the module in the step, from 1; 0 outside of a module
-    backward: bool  # True if it arose in the backward pass
+    backward: bool  # True if the bad value appeared in the backward pass
     # The operation, such as ``"log"``; in the backward pass, the operation whose gradient was computed. Empty if it is
     # unknown.
     operation: str
-    line: str  # the line of code of the operation, or of the operation whose backward pass it is; may be empty
+    line: str  # the line of code of the operation, in the backward pass that of the forward operation; may be empty
     # the tensor that was already bad, such as ``"batch[0]"`` or ``"parameter head.weight"``; empty if the inputs were
     # finite
     source: str
     kind: str  # ``"NaN"``, or ``"inf"`` if there was no NaN
     count: int  # the number of bad values
     has_bad_input: bool = False  # True if an input of the operation was already infinite, for example by a mask
-    # True if an input was already bad that no operation of the step made, such as a constant
+    # True if the bad value comes from an input that no operation of the step made, such as a constant
     has_constant: bool = False
     ranges: str = ""  # the ranges of the finite inputs of an operation of the forward pass, such as ``"-1 to 3"``
 
@@ -135,14 +135,14 @@ class _Place:
     call: int = 0
     line: str = ""
     node: str = ""
-    """The operation whose backward pass runs."""
+    """The operation whose backward pass is running."""
     number: int = -1
-    """The sequence number of the node of the operation."""
+    """The sequence number of the operation's autograd node."""
 
 
 @dataclass(frozen=True)
 class _Event:
-    """An operation with a bad result, or a bad tensor that was there before the step."""
+    """An operation with a bad result, or a bad tensor that existed before the step."""
 
     place: _Place
     backward: bool
@@ -151,32 +151,33 @@ class _Event:
     count: int
     is_nan: bool
     is_explicit: bool
-    """True if it filled in an infinity that the code names, such as that of a mask."""
+    """True if the code asked for the infinity, as for a mask."""
     causes: tuple[int, ...]
     is_negative: bool = False
     """True if all bad values are minus infinity, as in the logarithm of a mask."""
     is_constant: bool = False
-    """True if the tensor was there before the operation that used it, which is the one that is named."""
+    """True if no traced operation made the tensor. The event then names the operation that used it."""
     ranges: str = ""
-    """The ranges of the inputs, if they were finite and the operation has not written to them."""
+    """The ranges of the inputs, if these were finite and the operation has not written to them."""
     adds: bool = False
-    """True if an operation on single elements made one bad that was finite in its inputs."""
+    """True if an elementwise operation returned a bad element although the inputs were finite at its index."""
 
 
 class OriginTrace(TorchDispatchMode):
-    """Traces a forward and backward pass, and finds the operation from which its first bad value came.
+    """Traces a forward and backward pass, and finds the operation that produced its first bad value.
 
-    Every operation is seen below autograd. If its result is not finite, the operations that made its bad inputs are its
-    causes. The origin is the first operation without a cause among those that lead to the bad loss or gradient. A mask
-    of minus infinity is no origin if something else is.
+    Every operation is traced below autograd. If a result is not finite, its causes are the operations that made the bad
+    inputs. The origin is the first operation without a cause among the operations that lead to the bad loss or
+    gradient. A mask of minus infinity is only returned if there is no other origin.
 
-    ``modules`` and ``known``, tensors that exist before the step, are named by their keys.
+    The keys of ``modules`` and ``known`` are the names in the result. ``known`` has the tensors that exist before the
+    step.
 
     Raises:
         CommunicationError: From an operation of the step that communicates with other processes.
 
     Note:
-        Reads values of every operation, so it waits for the device, and takes several times as long as the bare step.
+        Reads the result of every operation and waits for the device, so a step takes several times as long.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -193,14 +194,14 @@ class OriginTrace(TorchDispatchMode):
         self._modules = modules
         self._known = {address: name for name, each in known.items() if (address := _address(each))}
         self._events: list[_Event] = []
-        self._bad: dict[int, int] = {}  # the event that made the memory at an address bad
+        self._bad: dict[int, int] = {}  # by memory address, the index of the event that wrote the bad values
         self._alive: list[Tensor] = []  # bad tensors, so that no other tensor gets their address
         self._stack: list[_Place] = []
         self._calls: Counter[str] = Counter()
         self._repeated: Counter[str] = Counter()
         self._nodes: dict[int, _Place] = {}
-        self._starts: dict[int, _Place] = {}  # of the first node after each begin and end of a call of a module
-        self._results: dict[int, int] = {}  # the event of the forward pass of a node, by its sequence number
+        self._starts: dict[int, _Place] = {}  # by sequence number, the place of the first node of or after each call
+        self._results: dict[int, int] = {}  # by the sequence number of a node, the event of its forward pass
         self._resources = ExitStack()
         self.errors: list[Exception] = []
         """The errors of the trace itself. An operation whose check failed counts as finite."""
@@ -227,7 +228,7 @@ class OriginTrace(TorchDispatchMode):
             self._resources.close()
 
     def origin(self, symptoms: Tensor | Iterable[Tensor | None]) -> Origin | None:
-        """Return the origin of the first bad value that led to one of the tensors; ``None`` if they are finite."""
+        """Return the origin of the first bad value that led to one of the tensors; ``None`` if all are finite."""
         tensors = [symptoms] if isinstance(symptoms, Tensor) else symptoms
         ends = [self._find(each) for each in tensors if each is not None and bad_count(each)[0]]
         if not ends:
@@ -246,7 +247,7 @@ class OriginTrace(TorchDispatchMode):
 
     def _chosen(self, chain: list[int]) -> Origin:
         event = self._first_of(chain)
-        # A function may hide an infinity from the loss, such as tanh, but not from the gradient.
+        # Functions such as tanh hide an infinity from the loss, but not from the gradient.
         earlier = self._results.get(event.place.number) if event.backward else None
         if earlier is not None and not self._events[earlier].is_explicit and not self._events[earlier].causes:
             event = self._events[earlier]
@@ -269,8 +270,8 @@ class OriginTrace(TorchDispatchMode):
         )
 
     def _first_of(self, chain: list[int]) -> _Event:
-        """Return the first event of a chain that is no mask and was not led to by another one."""
-        masks: set[int] = set()  # the infinities of masks, and those that were only passed on
+        """Return the first event of a chain that is neither a mask nor caused by another event."""
+        masks: set[int] = set()  # the events that made the infinities of masks or only passed infinities on
         found: list[_Event] = []
         for index in chain:
             event = self._events[index]
@@ -336,7 +337,7 @@ class OriginTrace(TorchDispatchMode):
         return in_backward() and not self._stack
 
     def _causes(self, func: Any, place: _Place, args: Any, kwargs: Any) -> tuple[int, ...]:
-        """Return the events in which the bad inputs of an operation arose."""
+        """Return the events that made the bad inputs of an operation."""
         found = []
         for tensor in floating((args, kwargs)):
             if bad_count(tensor)[0]:
@@ -345,7 +346,7 @@ class OriginTrace(TorchDispatchMode):
         return tuple(dict.fromkeys(found))
 
     def _known_event(self, tensor: Tensor) -> int | None:
-        """Add a bad tensor that existed before the step, if it is one."""
+        """Add an event for a bad tensor if the tensor existed before the step. Return its index, or None."""
         source = self._known.get(_address(tensor))
         if source is None:
             return None
@@ -354,9 +355,9 @@ class OriginTrace(TorchDispatchMode):
         return self._add(tensor, _Event(place, in_backward(), "", source, count, is_nan, explicit, ()))
 
     def _constant(self, func: Any, place: _Place, tensor: Tensor) -> int:
-        """Add a bad input of an operation that no traced operation has made."""
+        """Add an event for a bad input that no traced operation has made. Return its index."""
         count, is_nan = bad_count(tensor)
-        # A constant with infinities alone is meant to have them, as that of a mask.
+        # A constant with infinities but without NaN has them on purpose, as a mask does.
         name, explicit = func.__name__.partition(".")[0].strip("_"), not is_nan
         event = _Event(place, self._is_backward(), name, "", count, is_nan, explicit, (), is_constant=True)
         return self._add(tensor, event)
@@ -370,13 +371,13 @@ class OriginTrace(TorchDispatchMode):
     # Places.
 
     def _place(self) -> _Place:
-        """Return the place of the current operation, and note it for the backward pass of the operation."""
+        """Return the place of the current operation, and keep it for the backward pass of the operation."""
         if in_backward() and not self._stack:
             node = current_node()
             place = replace(self._behind(node), node=_operation_of(node)) if node is not None else _Place()
         else:
             inner = self._stack[-1] if self._stack else _Place()
-            # Autograd makes the node of an operation before it runs the operation.
+            # Autograd creates the node of an operation before it runs the operation.
             place = _Place(inner.module, inner.call, line_of_user(), number=sequence_number() - 1)
         if torch.is_grad_enabled():
             self._nodes.setdefault(sequence_number() - 1, place)
@@ -385,13 +386,13 @@ class OriginTrace(TorchDispatchMode):
     def _behind(self, node: Any) -> _Place:
         number = sequence_number_of(node)
         if number == LEAF_NUMBER:
-            # Only a hook of a parameter runs operations there.
+            # At the node of a leaf, only hooks of the parameter run operations.
             variable = getattr(node, "variable", None)
             source = "" if variable is None else self._known.get(_address(variable), "")
             name = source.removeprefix("parameter ")
             return _Place(name.rpartition(".")[0], 1, line_of_user()) if name != source else _Place()
-        # A node whose forward pass ran no operation belongs to the module that began right before it, as that of a
-        # backward hook does, or else to the operation before it.
+        # If the forward pass of a node ran no operation, as for a backward hook, the node belongs to the module call
+        # that began directly before it, or else to the operation before it.
         known = self._nodes.get(number, self._starts.get(number))
         if known is None:
             before = [each for each in self._nodes if each < number]
@@ -410,7 +411,7 @@ class OriginTrace(TorchDispatchMode):
         self._starts[sequence_number()] = self._stack[-1]
 
     def leave(self, name: str, output: Any) -> None:
-        """End a call of a module, and look for bad outputs that no traced operation has made."""
+        """End a call of a module, and check its output for bad values that no traced operation has made."""
         while self._stack and self._stack[-1].module != name:  # a repeated call that was stopped early
             self._stack.pop()
         if self._stack:
@@ -443,7 +444,7 @@ class _Leave(_Enter):
 
 
 def _ranges(values: Any) -> str:
-    """Return the ranges of the tensors in the arguments of an operation, with their places if there are several."""
+    """Return the ranges of the tensors in the arguments of an operation, with their positions if there are several."""
     found = []
     for place, each in enumerate(_tensors(values)):
         if is_checkable(each) and each.numel() and not each.is_complex():

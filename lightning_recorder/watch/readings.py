@@ -1,4 +1,4 @@
-"""The loss and the gradient norm of every step, read from the device without waiting for it."""
+"""Read the loss and the gradient norm of every step from the device, without waiting for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["LoggedReading", "Reading", "ReadingQueue"]
 _KIND = attrgetter("dtype", "shape", "requires_grad", "device")
 
 _MOST_WAITING = 16
-"""Steps after which the values of a device without events are read, which waits for the device."""
+"""The number of steps after which values are read from a device without events. Reading them waits for the device."""
 
 
 class _Readable(Protocol):
@@ -42,7 +42,7 @@ _Any = TypeVar("_Any", bound=_Readable)
 class LoggedReading:
     """The values that the user has logged at a step."""
 
-    step: int  # the step, counted like ``self.log`` does
+    step: int  # the step, as counted by ``self.log``
     epoch: int
     tensors: dict[str, Tensor]  # the tensors with one element each, by name
     values: dict[str, float] = field(default_factory=dict)  # the values by name, once they are read
@@ -53,43 +53,43 @@ class LoggedReading:
         return torch.stack([each.to(device, torch.float32).reshape(()) for each in self.tensors.values()])
 
     def set_values(self, values: Sequence[float]) -> None:
-        """Set the values that were read, and drop the tensors."""
+        """Set the values from the device, and drop the tensors."""
         self.values = dict(zip(self.tensors, values, strict=True))
         self.tensors = {}
 
     def forget(self) -> None:
-        """Keep everything: the tensors have one element each."""
+        """Do nothing, because the tensors have only one element each."""
 
 
 @dataclass
 class Reading:
     """The values of one optimizer step."""
 
-    step: int  # the step, counted like ``self.log`` does
+    step: int  # the step, as counted by ``self.log``
     epoch: int
     # the mean of the losses of the batches, or with manual optimization the sum of all losses passed to the backward
     # pass, a tensor without dimensions, or None
     loss: Tensor | None
-    # the norm of all gradients that the optimizers used, a tensor without dimensions, or a number if it is known on the
-    # host, or None
+    # the norm of all gradients that the optimizers used: a tensor without dimensions, a number if the norm is already
+    # on the host, or None
     norm: Tensor | float | None
-    # The parameters with a gradient and the norm of each, a tensor without dimensions, for each optimizer that stepped.
-    # Not divided by a loss scale. There are no norms if that of all gradients is known to be finite.
+    # For each optimizer that stepped, the parameters with a gradient and the norms of these gradients, as tensors
+    # without dimensions. They are not divided by a loss scale. There are none if ``norm`` is known to be finite.
     norms: list[tuple[list[torch.nn.Parameter], list[Tensor]]]
-    indices: list[int]  # the indices of its batches in the epoch
-    flags: StepFlags | None = None  # the flags of its modules, if they are computed
-    batches: list[KeptBatch] = field(default_factory=list)  # the batches of the step; fewer if they were no longer kept
-    # the loss and the norm, once they are read; NaN for one that there is none of
+    indices: list[int]  # the indices of the step's batches in the epoch
+    flags: StepFlags | None = None  # the flags of the step's modules, if they are computed
+    batches: list[KeptBatch] = field(default_factory=list)  # the batches of the step; empty if they are no longer kept
+    # the loss and the norm, once they are read; NaN for a missing one
     values: tuple[float, float] = (math.nan, math.nan)
 
     @property
     def rows(self) -> int:
-        """The number of samples of its batches; 0 if they are no longer kept."""
+        """The number of samples of the step; 0 if its batches are no longer kept."""
         return sum(each.rows for each in self.batches) if len(self.batches) == len(self.indices) else 0
 
     @property
     def is_bad(self) -> bool:
-        """True if the loss or the norm, as far as there is one, is not finite."""
+        """True if there is a loss or a norm that is not finite."""
         return self.has_bad_loss or (self.norm is not None and not math.isfinite(self.values[1]))
 
     @property
@@ -117,12 +117,12 @@ class Reading:
         else:
             loss = math.nan if self.loss is None else float(self.loss.float())
             self.values = loss, math.nan if self.norm is None else float(self.norm)
-        # As is_bad, with two calls less in each step.
+        # Same as is_bad, with two Python calls less in each step.
         loss, norm = map(math.isfinite, self.values)
         return not ((loss or self.loss is None) and (norm or self.norm is None))
 
     def set_values(self, values: Sequence[float]) -> None:
-        """Set the values that were read."""
+        """Set the values from the device."""
         loss, norm = values
         self.values = math.nan if self.loss is None else loss, math.nan if self.norm is None else norm
 
@@ -134,27 +134,27 @@ class Reading:
 class ReadingQueue(Generic[_Any]):
     """Readings whose values are on their way from the device.
 
-    Each reading is copied to pinned memory in the order of the device's work, and is ready when the device has reached
-    that point. Nothing waits for it. A device without events is read after 16 steps, in one transfer, which waits.
+    Each reading is copied to pinned memory without waiting, and an event marks the end of the copy. A device without
+    events is read once every 16 steps, in one transfer, which waits for the device.
 
     Only the latest ``most_batches`` readings keep their batches, so that memory is bounded.
     """
 
     def __init__(self, device: torch.device, most_batches: int = _MOST_WAITING) -> None:
         module = torch.get_device_module(device) if device.type not in ("cpu", "meta") else None
-        # On other devices, a copy to the host without waiting may be incomplete without any sign of it.
+        # On other devices, nothing shows that a non-blocking copy to the host is incomplete.
         self._event: Any = getattr(module, "Event", None) if device.type in ("cuda", "xpu") else None
         self._pins = self._event is not None
         self._most_batches = most_batches
         self._waiting: deque[tuple[_Any, Tensor, Any]] = deque()
-        self._used: list[tuple[Tensor, Any]] = []  # memory and events of readings that have arrived
+        self._used: list[tuple[Tensor, Any]] = []  # pinned memory and events of arrived readings, for reuse
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     @property
     def oldest(self) -> int | None:
-        """The step of the first reading that has not arrived; None if all have."""
+        """The step of the first reading that has not arrived; None if all readings have arrived."""
         return self._waiting[0][0].step if self._waiting else None
 
     def add(self, reading: _Any) -> None:

@@ -1,4 +1,4 @@
-"""Compares what should be equal on all ranks: parameters, gradients, buffers, and what the optimizers have."""
+"""Compare values that should be equal on all ranks: parameters, gradients, buffers, optimizer states and settings."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ __all__ = ["Differences", "ReplicaValues", "Replicas", "WatchedRanks", "compare_
 
 _FIRST_STEPS = (1, 3, 10, 30, 100, 300)
 _EVERY = 1000
-_SUMS = 8  # of a tensor, to say how far it differs
-_MOST_LISTED = 8  # ranks of a group
-_MOST_COLUMNS, _MOST_ROWS = 96, 64  # of the strip: tensors and ranks
-_ENOUGH_COLUMNS = 40  # if fewer tensors differ, some equal ones are beside them
+_SUMS = 8  # the number of signed sums of a tensor, which show how far it differs
+_MOST_LISTED = 8  # the maximum number of ranks that are listed for a group
+_MOST_COLUMNS, _MOST_ROWS = 96, 64  # the maximum numbers of tensors and ranks in the strip
+_ENOUGH_COLUMNS = 40  # if fewer tensors differ, the strip also shows some equal tensors
 _KINDS = ("parameter", "gradient", "buffer", "state", "setting")
 
 
@@ -61,7 +61,7 @@ class _Tensor(NamedTuple):
     """``"parameter"``, ``"gradient"``, ``"buffer"``, or ``"state"`` or ``"setting"`` of an optimizer."""
     values: Tensor
     part: int
-    """The number of the shard. Only equal shards are compared."""
+    """The number of the shard. Only shards with the same number are compared."""
 
 
 class _About(NamedTuple):
@@ -75,19 +75,19 @@ class _About(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplicaValues:
-    """The checksums of one rank, as they are sent."""
+    """The checksums of one rank, as sent to the first rank."""
 
     rank: int
     # A checksum of the name of each tensor, ``[tensors]``. Only tensors of the same name are compared.
     names: NDArray[np.uint32]
     parts: NDArray[np.int32]  # the number of the shard of each tensor, ``[tensors]``
     numbers: NDArray[np.int64]  # the checksum of each tensor, ``[tensors]`` int64
-    # the ``signed_sums`` of each tensor, ``[tensors, 8]`` float32; the only value of a setting is the first one
+    # the ``signed_sums`` of each tensor, ``[tensors, 8]`` float32; for a setting, the first number is its value
     values: NDArray[np.float32]
 
 
 class _Arriving:
-    """The numbers of a rank on their way from the device. A background thread pickles it and waits for them."""
+    """The numbers of a rank during their copy from the device. Pickling waits for them, in a background thread."""
 
     def __init__(
         self, rank: int, names: NDArray[np.uint32], parts: Sequence[int], numbers: Tensor, values: Tensor
@@ -119,14 +119,15 @@ class Replicas:
         self._module, self._optimizers, self._rank = module, list(optimizers), rank
         self._wrapper = wrapper
         self.about = _About()
-        """What is known about the latest checksums."""
+        """The facts about the latest checksums."""
 
     @torch.no_grad()
     def values(self, *, has_stepped: bool = True) -> object:
-        """Return the checksums, as an object whose pickle is that of :class:`ReplicaValues`. Waits for no device.
+        """Return the checksums as an object that unpickles as :class:`ReplicaValues`. Does not wait for the device.
 
         Args:
-            has_stepped: False to leave out the gradients, which are not averaged yet.
+            has_stepped: False if no optimizer has stepped. The gradients are then left out, since they are not averaged
+                yet.
         """
         with pause_recording():
             self.about = _About()
@@ -170,7 +171,7 @@ class Replicas:
 
 
 def _settings(group: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the numbers in a group of an optimizer, such as ``lr`` and ``betas[1]``."""
+    """Yield the numeric settings of a parameter group, such as ``lr`` and ``betas[1]``."""
     for key in sorted(key for key in group if key != "params"):
         several = isinstance(group[key], (tuple, list))
         for place, value in enumerate(group[key] if several else [group[key]]):
@@ -210,14 +211,14 @@ class Differences:
 
     Args:
         ranks: The number of compared ranks.
-        names: The names of the tensors by their kind.
-        counts: The number of compared tensors by their kind.
-        distance: The largest root mean square of a difference of a parameter, or else of any tensor, relative to that
-            of the values of the tensor. Both are estimated from its sums.
+        names: The names of the differing tensors by kind.
+        counts: The number of compared tensors by kind.
+        distance: The largest relative difference of a parameter, or else of another tensor: the root mean square of the
+            difference divided by the root mean square of the values. Both are estimated from the signed sums.
         groups: The ranks in groups of equal values, for the first tensor that differs.
         settings: The settings of the optimizers that differ, with their values.
-        idle: The ranks whose optimizers have no state of the parameters that differ, although those of others have.
-        steps: The number of steps that the optimizer of each rank has counted, if they differ.
+        idle: The ranks whose optimizers lack a state for the differing parameters, although other ranks have one.
+        steps: Each rank with the step count of its optimizer, if the counts differ.
         strip: The distances of all ranks; None if nothing differs.
     """
 
@@ -236,25 +237,25 @@ class Differences:
 
 
 class _Column(NamedTuple):
-    """A tensor that differs on some ranks: group and distance of each of them, as in a ``RankStrip``."""
+    """A tensor that differs between ranks: the group and the distance of each rank, as in a ``RankStrip``."""
 
     groups: NDArray[np.int64]
     distances: NDArray[np.float64]
     first: tuple[tuple[int, ...], ...]
-    """The places of the ranks in groups, of the first shard that differs."""
+    """The indices of the ranks in groups of equal values, for the first shard that differs."""
 
 
 def compare_replicas(names: Sequence[str], kinds: Sequence[str], ranks: Sequence[ReplicaValues]) -> Differences:
     """Compare the checksums of ranks."""
     about, columns = _checksums(names), dict[int, _Column]()
-    # A rank with states of its own has stepped: an optimizer may keep each state on one rank only.
+    # A rank with states that the first rank lacks has stepped: an optimizer may keep each state on one rank only.
     gradients = _checksums([f"{name}.grad" for name, kind in zip(names, kinds, strict=True) if kind == "parameter"])
     without_own = {each.rank for each in ranks if np.isin(each.names, [*about, *gradients]).all()}
     ranks = [_aligned(each, about) for each in ranks]
     parts = np.zeros((0, len(names)), np.int32)
     if len(ranks) > 1 and names:
         numbers, parts = np.stack([each.numbers for each in ranks]), np.stack([each.parts for each in ranks])
-        # Most tensors are equal everywhere, and only the others are looked at.
+        # Only tensors that are not equal everywhere are compared in detail. They are few.
         for place in np.flatnonzero((numbers != numbers[0]).any(0)).tolist():
             values = np.stack([each.values[place] for each in ranks])
             column = _column(numbers[:, place], parts[:, place], values)
@@ -281,7 +282,7 @@ def compare_replicas(names: Sequence[str], kinds: Sequence[str], ranks: Sequence
 
 
 def _aligned(values: ReplicaValues, names: NDArray[np.uint32]) -> ReplicaValues:
-    """Return the numbers in the order of some names, with the shard -1 for a tensor that the rank lacks."""
+    """Return the values of a rank in the order of ``names``. A tensor that the rank lacks gets the shard -1."""
     if np.array_equal(values.names, names):
         return values
     known = {name: place for place, name in enumerate(values.names.tolist())}
@@ -299,7 +300,7 @@ def _aligned(values: ReplicaValues, names: NDArray[np.uint32]) -> ReplicaValues:
 
 
 def _values_of(name: str, ranks: Sequence[ReplicaValues], place: int) -> str:
-    """Return a setting with its values, such as ``"lr of group 0: 0.1 (rank 0), 0.01 (rank 1)"``."""
+    """Return the text for a setting and its values, such as ``"lr of group 0: 0.1 (rank 0), 0.01 (rank 1)"``."""
     found: dict[str, list[str]] = {}
     for each in ranks:
         if each.parts[place] >= 0:
@@ -309,7 +310,7 @@ def _values_of(name: str, ranks: Sequence[ReplicaValues], place: int) -> str:
 
 
 def _column(numbers: NDArray[np.int64], parts: NDArray[np.int32], values: NDArray[np.float32]) -> _Column:
-    """Return the groups of ranks with equal numbers among those with the same shard, and their distances."""
+    """Group the ranks by equal checksums, separately for each shard, and measure their distances."""
     column = _Column(np.zeros(len(numbers), np.int64), np.zeros(len(numbers)), ())
     for part in np.unique(parts[parts >= 0]).tolist():
         members = np.flatnonzero(parts == part)
@@ -324,7 +325,7 @@ def _column(numbers: NDArray[np.int64], parts: NDArray[np.int32], values: NDArra
             column.groups[places] = number
         wide = values[members].astype(np.float64)
         with np.errstate(all="ignore"):
-            # The mean is for all members, as the sums of one may be small by chance.
+            # The size is the mean over all members, because the sums of a single member may be small by chance.
             size, most = np.sqrt(np.nanmean((wide**2).sum(1))), np.sqrt(((wide - values[largest[0]]) ** 2).sum(1))
             far = most / size if size > 0 else np.zeros(len(members))
         column.distances[members] = np.where(np.isfinite(most), far, np.inf)
@@ -339,7 +340,7 @@ def _strip(
     parts: NDArray[np.int32],
     columns: Mapping[int, _Column],
 ) -> RankStrip:
-    """Return the strip of as many tensors and ranks as have room; those that differ come first."""
+    """Return a strip of as many tensors and ranks as fit. Differing tensors and ranks have priority."""
     equal = _Column(np.zeros(len(ranks), np.int64), np.zeros(len(ranks)), ())
     tensors = [at for at, kind in enumerate(kinds) if kind != "setting"]
     differing = [at for at in tensors if at in columns]
@@ -370,8 +371,8 @@ def finding_of_differences(
 ) -> Finding:
     """Return the finding about tensors that differ between ranks after a number of steps.
 
-    ``equal`` are the steps of the last comparison in which all were equal. ``has_no_sync`` is True if ``no_sync`` was
-    active after the step. ``unknown`` are the parameters whose gradients DDP does not average.
+    ``equal`` is the step of the last comparison in which all tensors were equal. ``has_no_sync`` is True if ``no_sync``
+    was active after the step. ``unknown`` has the parameters whose gradients DDP does not average.
     """
     parameters, states, buffers = (found.names[kind] for kind in ("parameter", "state", "buffer"))
     first = next(names for names in (parameters, states, buffers) if names)[0]
@@ -397,7 +398,7 @@ def finding_of_differences(
     numbers |= {"compared_gradients": float(compared)} if compared else {}
     numbers |= {"idle": float(len(found.idle))} if found.idle else {}
     numbers |= {"step_counts": float(len({count for _, count in found.steps}))} if found.steps else {}
-    if has_no_sync and (found.names["gradient"] or not found.counts["gradient"]):  # a loop may clear them at once
+    if has_no_sync and (found.names["gradient"] or not found.counts["gradient"]):  # a loop may clear gradients at once
         why, following = WHY_NO_SYNC, NEXT_NO_SYNC
         numbers["no_sync"] = 1.0
     elif parameters and set(parameters) <= unknown:
@@ -433,7 +434,7 @@ def _distance(distance: float, *, several: bool) -> str:
 
 
 def _groups(found: Differences) -> str:
-    """Return the ranks that have equal values."""
+    """Return the groups of ranks with equal values as text."""
     if len(found.groups) == found.ranks:
         return "; each rank has values of its own" if found.ranks > 2 else ""
     groups = sorted(found.groups, key=len)
@@ -452,7 +453,7 @@ def _ranks(group: Sequence[int]) -> str:
 
 
 def _cause(found: Differences, *, is_note: bool) -> tuple[str, str]:
-    """Return the usual cause that the measured values allow, and what to try."""
+    """Return the usual cause that fits the measured values, and the advice."""
     if is_note:
         is_usual = all(name.rpartition(".")[2] in RUNNING_STATISTICS for name in found.names["buffer"])
         return (WHY_BUFFERS, NEXT_BUFFERS) if is_usual else (WHY_OWN_BUFFERS, NEXT_OWN_BUFFERS)
@@ -484,10 +485,11 @@ def _module_of(name: str, *, is_state: bool) -> str:
 
 
 class WatchedRanks:
-    """Compares the ranks of one fit now and then, in the background.
+    """Compares the ranks of one fit at intervals, in the background.
 
     ``submit`` begins to send an object to the first rank, and returns the pending merge. ``report`` receives the
-    finding, on the first rank. Without ``every``, the steps 1, 3, 10, 30, 100, 300, and then every 1,000 are compared.
+    finding on the first rank. Without ``every``, the ranks are compared after 1, 3, 10, 30, 100, 300, and then every
+    1,000 steps.
     """
 
     def __init__(
@@ -498,17 +500,17 @@ class WatchedRanks:
         every: int | None,
     ) -> None:
         self._replicas, self._submit, self._report, self._every = replicas, submit, report, every
-        self._steps = 0  # of this fit
+        self._steps = 0  # the number of steps in this fit
         self._pending: deque[tuple[PendingMerge, int, _About]] = deque()
         self._equal: int | None = None
         self._found: Finding | None = None
 
     def end_step(self, step: int, *, has_stepped: bool = True) -> None:
-        """End a step. Every rank calls this equally often.
+        """End a step. Must be called equally often on every rank.
 
         Args:
-            step: The number of steps.
-            has_stepped: False if no optimizer stepped on this rank. Its gradients may then differ from those of others.
+            step: The number of steps of the run so far.
+            has_stepped: False if no optimizer stepped on this rank. Its gradients may then differ from other ranks.
         """
         self._steps += 1
         self._take()
@@ -517,8 +519,8 @@ class WatchedRanks:
         value: object = None
         try:
             value = self._replicas.values(has_stepped=has_stepped)
-        finally:  # otherwise the other ranks would take a later object for this one
-            # A rank that has left the loop would never send its numbers, so only the channel waits.
+        finally:  # otherwise the first rank would mistake a later object for this one
+            # A rank that has left the loop never sends its values, so only the channel waits, not the training.
             self._pending.append((self._submit(value), step, self._replicas.about))
 
     def _is_due(self) -> bool:
@@ -535,7 +537,7 @@ class WatchedRanks:
             pending, step, about = self._pending.popleft()
             values = [pickle.loads(each) for each in pending.result().values]
             found = compare_replicas(about.names, about.kinds, values)
-            if found.ranks < 2:  # the others could not be reached
+            if found.ranks < 2:  # the other ranks could not be reached
                 continue
             if not found:
                 self._equal = step

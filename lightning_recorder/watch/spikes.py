@@ -1,4 +1,4 @@
-"""Spikes of a series, and its rise: values far above the earlier ones."""
+"""Detect spikes and rises of a series: values far above the earlier ones."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ LEAST = 20
 """The number of values before the first spike."""
 
 RECENT = 10
-"""The number of values that a spike must exceed by far."""
+"""The number of latest values that a spike must exceed by the factor :data:`JUMP`."""
 
 JUMP = 3.0
 """A spike is at least this many times the largest of the recent values."""
 
-_WINDOW = 101  # values of the running median
+_WINDOW = 101  # the number of values in the running median
 _DEVIATIONS = 5.0
 _NORMAL = 0.6745  # the median absolute deviation of a normal distribution of unit variance
 _SMALLEST = 1e-12
-_SHARE = 1e-3  # of the first values; below it, a loss is as good as zero, and so is its spike
-_STAYS = 50  # steps after a spike, in the later half of which the series must have come back from it
+_SHARE = 1e-3  # values below this share of the first values count as zero and are no spikes
+_STAYS = 50  # in the second half of this number of steps after a spike, the series must have fallen again
 _RISEN = 5.0
 _USUAL = 2.0
 _FALLEN = 1e4
@@ -37,13 +37,13 @@ class Rise(NamedTuple):
     """The usual value before the rise."""
     last: float
     steps: int
-    """The number of values above twice the usual one, up to the last."""
+    """The number of latest values above twice the usual one."""
 
 
 class SpikeDetector:
     """Finds values above a multiple of the running median of a series.
 
-    The median is that of the last 101 values, so single spikes do not move it. There is no spike among the first 20
+    The median is taken over the last 101 values, so single spikes do not move it. There is no spike among the first 20
     values. A noisy or growing series often exceeds a multiple of its median. A spike must therefore also exceed three
     times the largest of the last 10 values, and five standard deviations of the logarithm of the series, estimated by
     the median absolute deviation. It must be at least a thousandth of the largest of the first ten values.
@@ -62,13 +62,13 @@ class SpikeDetector:
     def __init__(self, factor: float) -> None:
         self.factor = factor
         self.limit = math.inf
-        """No value up to this one would be a spike."""
-        self.highest = 0.0  # of the values before the last one
+        """Values up to this limit are no spikes."""
+        self.highest = 0.0  # the largest value before the last one
         self._values: deque[float] = deque(maxlen=_WINDOW)
         self._count, self._first = 0, math.nan
-        self._largest = 1.0  # magnitude of the first values
+        self._largest = 1.0  # the largest magnitude of the first values, at least 1
         self._at_first = 0.0  # the largest of the first values
-        self._peak, self._usual, self._age = math.inf, math.nan, 0  # of the last spike
+        self._peak, self._usual, self._age = math.inf, math.nan, 0  # value, median before and age of the last spike
 
     @property
     def median(self) -> float:
@@ -76,11 +76,11 @@ class SpikeDetector:
         return sorted(self._values)[len(self._values) // 2] if self._values else math.nan
 
     def share(self, value: float) -> float:
-        """Return a value as a share of the largest of the first ten values; infinity if that is not known yet."""
+        """Return a value divided by the largest of the first ten values, or infinity before there are ten values."""
         return value / self._at_first if self._count >= RECENT and self._at_first > 0 else math.inf
 
     def is_usual(self, value: float) -> bool:
-        """Return True if a value, the last one that was added, is not above the ten before it."""
+        """Return True if the last added value, passed as ``value``, is not above the ten values before it."""
         return len(self._values) > RECENT and value <= max(list(self._values)[-1 - RECENT : -1])
 
     def fall(self) -> Rise | None:
@@ -95,7 +95,10 @@ class SpikeDetector:
         return Rise(self._first, self._values[-1], self._count - 1) if has_fallen else None
 
     def rise(self) -> Rise | None:
-        """Return the rise up to the last value if that is five times what was usual ten values before, or at first."""
+        """Return the rise up to the last value, if this is five times the median of the values before the last ten.
+
+        In a short series, the last value is compared with the first one.
+        """
         values = list(self._values)
         if len(values) < 2:
             return None
@@ -106,9 +109,9 @@ class SpikeDetector:
         return Rise(before, last, steps)
 
     def stays(self) -> Rise | None:
-        """Return the rise over the last spike, 50 steps after it, if the series has not come back from it.
+        """Return the rise 50 steps after the last spike, if the series has not fallen back to its usual values.
 
-        The median of the last 25 values is then above three times the usual one, and above a third of the spike.
+        The median of the last 25 values must be above three times the usual value and above a third of the spike.
         """
         if self._age != _STAYS:
             return None
@@ -117,11 +120,11 @@ class SpikeDetector:
         return Rise(self._usual, level, _STAYS) if has_stayed else None
 
     def add(self, value: float) -> float | None:
-        """Add a value. If it is a spike compared with the values before it, return the running median before it."""
+        """Add a value. If the value is a spike, return the running median of the values before it, otherwise None."""
         if not math.isfinite(value):
             return None
         values = self._values
-        median = self.median_below(value) if value > self.limit else None  # without a call for most values
+        median = self.median_below(value) if value > self.limit else None  # most values need no call
         if not self._count:
             self._first = value
         if self._count < RECENT:
@@ -138,24 +141,24 @@ class SpikeDetector:
         return median
 
     def median_below(self, value: float) -> float | None:
-        """Return the running median if a value would be a spike, and None otherwise. The value is not added."""
+        """Return the running median if a value would be a spike, otherwise None. The value is not added."""
         # The median is computed only for candidates, which are rare.
         return self.median if value > self.limit and self._is_spike(value) else None
 
     def early_median_below(self, value: float) -> float | None:
-        """Return the running median if a value would be a spike, but is among the first ones."""
+        """Return the running median if a value among the first 20 would be a spike without this exclusion."""
         is_candidate = 0 < len(self._values) < LEAST and value > JUMP * self._values[-1]
         return self.median if is_candidate and self._is_spike(value) else None
 
     @property
     def recent_limit(self) -> float:
-        """The value that a spike exceeds: three times the largest of the last ten."""
+        """The limit that a spike must exceed: three times the largest of the last ten values."""
         return JUMP * max(islice(reversed(self._values), RECENT))
 
     def exceeds_spike(self) -> float | None:
-        """Return the median before the last spike if the last value exceeds the spike and the values since.
+        """Return the median before the last spike if the last value is the largest since then, otherwise None.
 
-        Only the ten values after a spike belong to it.
+        Only the ten values after a spike belong to the spike.
         """
         if not 0 < self._age <= RECENT or self._values[-1] <= self._peak:
             return None

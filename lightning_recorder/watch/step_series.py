@@ -1,4 +1,4 @@
-"""The loss and the gradient norm of every step, in the records and in the loggers."""
+"""Write the loss and the gradient norm of every step to the records and to the loggers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_recorder.taps import Site
 
 __all__ = ["StepSeries"]
 
-# Steps are joined for at most so long. A killed process loses the steps that have not been written.
+# The maximum time that a step waits to be written together with others. A killed process loses the waiting steps.
 _JOIN_S = 0.5
 
 _Row = tuple[int, int, float, float]
@@ -29,10 +29,10 @@ _Logged = tuple[int, int, dict[str, float]]
 class StepSeries:
     """Writes the loss and the gradient norm of every step.
 
-    All steps are written to the records; the sites are ``loss`` and ``grad_norm``, with the statistic ``value``. The
-    steps that are logged are also written to the sink, as ``watch/loss`` and ``watch/grad_norm``. Values that the user
+    All steps are written to the records; the sites are ``loss`` and ``grad_norm``, with the statistic ``value``. Steps
+    that Lightning logs are also written to the sink, as ``watch/loss`` and ``watch/grad_norm``. Values that the user
     logs are written to the records of the stage ``logged``, with a site for each name. A background thread writes each
-    step at most half a second later, together with those that have come in between.
+    step at most half a second later, together with the steps since then.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class StepSeries:
         self._queue = BackgroundQueue()
         self._lock = threading.Lock()
         self._rows: list[_Row] = []
-        self._logged: list[_Logged] = []  # if there is anything in one of the lists, a job that writes it is queued
-        self._last_logged: _Logged = (-1, 0, {})  # more values may come for its step
+        self._logged: list[_Logged] = []  # while one of the lists is not empty, a job that writes it is queued
+        self._last_logged: _Logged = (-1, 0, {})  # kept back, because more values may follow for its step
         self._is_due = threading.Event()
         self._written_s = -math.inf  # the time of the previous write
         self._has_begun = False
@@ -52,16 +52,16 @@ class StepSeries:
         """True if a step was written to the sink since the latest :meth:`replay`."""
 
     def add(self, step: int, epoch: int, loss: float, norm: float) -> None:
-        """Add a step; NaN for a value that there is none of."""
+        """Add a step. Pass NaN for a missing value."""
         row = step, epoch, loss, norm
         with self._lock:
-            if self._rows:  # a job that writes them is queued
+            if self._rows:  # a job that writes the rows is queued
                 self._rows.append(row)
                 return
         self._add(self._rows, row)
 
     def add_logged(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
-        """Add values that the user has logged at a step. They are joined with earlier ones of the same step."""
+        """Add values that the user has logged at a step. They are merged with earlier values of the same step."""
         if self._writer is not None:
             before, _, known = self._last_logged
             self._last_logged = step, epoch, {**(known if before == step else {}), **values}
@@ -75,7 +75,7 @@ class StepSeries:
             self._queue.submit(partial(self._write_joined, threading.get_ident()))
 
     def flush(self) -> None:
-        """Begin to write all added steps."""
+        """Queue all added steps for writing."""
         with self._lock:
             if self._rows or self._logged:
                 self._is_due.set()
@@ -99,7 +99,7 @@ class StepSeries:
 
     def _write_joined(self, adding_thread: int) -> None:
         """Write the added steps when half a second has passed since the previous write, or when they are due."""
-        if adding_thread != threading.get_ident():  # the queue runs jobs there if it can start no thread
+        if adding_thread != threading.get_ident():  # without a writer thread, the queue runs jobs in the adding thread
             self._is_due.wait(max(0.0, self._written_s + _JOIN_S - time.monotonic()))
         with self._lock:
             rows, logged = [*self._rows], {each[0]: each for each in self._logged}
@@ -111,7 +111,7 @@ class StepSeries:
 
     def _write(self, rows: list[_Row], logged: list[_Logged]) -> None:
         if self._writer is not None:
-            if not self._has_begun:  # with the first step, so that a run without any leaves no file
+            if not self._has_begun:  # the file is begun with the first step, so that a run without steps has no file
                 self._has_begun = True
                 self._writer.begin(label=self._label, group=self._label)
             self._writer.write_numbers(

@@ -1,4 +1,4 @@
-"""The findings of the watch, in words."""
+"""Create the findings of the watch, with their texts."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ __all__ = [
     "with_stay",
 ]
 
-_MOST_ROWS = 8  # of a batch that are listed
-_FAR = 10.0  # multiples of the factor of a spike: single samples do not make the largest gradients that are so far
-_LOW = 0.5  # of the first losses: a single sample that does not fit can make a spike of this size
+_MOST_ROWS = 8  # the maximum number of listed rows of a batch
+_FAR = 10.0  # a gradient norm this many times above the limit of a spike is not explained by a single sample
+_LOW = 0.5  # below this share of the first losses, a single sample that does not fit can make a spike
 _WHY_LOW = "The loss is low, so that a single sample that does not fit makes most of the gradient."
 _WHY_SMALL = "The usual loss is close to zero, so that one sample that does not fit is many times as much."
 _NEXT_SMALL = "Nothing, if the loss comes back. Lower the learning rate towards the end if spikes repeat."
 _WHY_STEEP = "The loss does not rise with the gradient: it is steep here, as at the end of a plateau."
-_MOST_ACTIONS = 60  # as in other traces
+_MOST_ACTIONS = 60  # the maximum length of a trace, as in other traces
 _AT = " at step "
 _RECENTLY = f"or below {JUMP:g} × the largest of the {RECENT} steps before"
 _COUNTED = f"each above {JUMP:g} × the largest of the {RECENT} steps before it"
@@ -49,7 +49,7 @@ _OVERFLOWS = (
     "The result is too large for its number format.",
     "lower the learning rate, clip gradients, or keep the values small, such as by a norm.",
 )
-# Operations that can make a bad value of finite inputs, the reason, and the advice.
+# Operations that can make a bad value from finite inputs, with the reason and the advice.
 _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("div", "true_divide", "reciprocal", "remainder", "fmod"),
@@ -68,10 +68,10 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ),
     (("exp", "exp2", "expm1", "mm", "addmm", "bmm", "baddbmm", "sum", "mean", "convolution", "square"), *_OVERFLOWS),
 )
-# Of finite numbers, only negative ones make NaN in the forward pass of these.
+# In the forward pass of these operations, the only finite inputs that make NaN are negative.
 _SIGNED = ("sqrt", "rsqrt", "log", "log2", "log10", "log1p", "pow")
 _WHY_NEGATIVE = "A root, a logarithm or a fractional power of a negative number."
-_SIMPLE = ("add", "sub", "rsub", "mul")  # of finite numbers, none is NaN
+_SIMPLE = ("add", "sub", "rsub", "mul")  # finite inputs never make NaN in these operations
 _WHY_NUMBER = "A number that this operation uses is NaN or infinite."
 _OR_NUMBER = "Or a number that this operation uses is infinite."
 _WHY_CONSTANT = "The value was there before the operation: it is no batch, parameter or result of the step."
@@ -84,7 +84,7 @@ _WHY_INFINITY = (
 def finding_of_origin(origin: Origin, reading: Reading, batch_idx: int, *, rank: str = "") -> Finding:
     """Return the finding for a bad value whose origin is known.
 
-    ``rank`` are the words after the batch, such as ``", the last of each epoch, rank 1"``; often empty.
+    ``rank`` is the text after the batch, such as ``", the last of each epoch, rank 1"``; often empty.
     """
     where = f"{_batches([batch_idx], reading.epoch)}{rank}"
     values = f"{origin.count} {origin.kind} values" if origin.count > 1 else f"{origin.kind}"
@@ -122,7 +122,7 @@ def finding_of_origin(origin: Origin, reading: Reading, batch_idx: int, *, rank:
 
 
 def _cause(origin: Origin) -> tuple[str, str]:
-    """Return what can make a bad value in an operation with such inputs, and what to do."""
+    """Return the possible cause of a bad value, given its operation and inputs, and the advice."""
     is_nan = origin.kind == "NaN"
     if origin.has_constant:
         return _WHY_CONSTANT, "find where it is made, and check or replace it."
@@ -155,14 +155,14 @@ def finding_without_origin(
 
 
 def with_older_parameters(finding: Finding, age: int) -> Finding:
-    """Return a finding whose origin was found by running the step with the parameters of some steps before."""
+    """Return a finding extended by a note that its origin was found with the parameters of an earlier step."""
     steps = "of the step before" if age == 1 else f"of {age} steps before"
     verdict = f"{finding.verdict} (the step was run again with the parameters {steps})"
     return replace(finding, verdict=verdict, numbers={**finding.numbers, "parameters_age": float(age)})
 
 
 def with_rise(finding: Finding, series: str, rise: Rise, rate: float | None) -> Finding:
-    """Return a finding about a bad value with what came before it: the training diverged."""
+    """Return a finding about a bad value extended by the rise of a series before it: the training diverged."""
     verdict = f"{_course(series, rise, rate)}; then {finding.verdict}"
     following = finding.next[:1].lower() + finding.next[1:]
     if rise.last < rise.before:
@@ -220,23 +220,26 @@ def finding_of_spike(
 ) -> Finding:
     """Return the finding for a spike.
 
-    It is a note if the step has less than half of the usual samples, or if only the gradient norm has a spike and
-    gradients are clipped. So is a spike of the gradient norm alone at a low loss: where nearly all samples fit, a
-    single one makes most of the gradient. And so is one at a usual loss that no single sample makes: training passes
-    a steep place, such as the end of a plateau. A spike of the loss is a note if it is below half of the first losses:
-    where the loss is close to zero, one wrong sample is thousands of times the usual one.
+    The finding is a note if the step has less than half of the usual number of samples. A spike of the loss is a note
+    if it is below half of the first losses: when the loss is close to zero, the loss of one wrong sample is thousands
+    of times the usual loss. A spike of the gradient norm alone is a note in three cases:
+
+    - Gradients are clipped.
+    - The loss is low: when nearly all samples fit, a single sample makes most of the gradient.
+    - The loss is usual, and no single sample makes the spike: training passes a steep region, such as the end of a
+      plateau.
 
     Args:
         spikes: ``"loss"`` or ``"gradient norm"``, the value, and the running median before; one or both.
         reading: The step.
         factor: A spike is at least this many times the median.
         is_clipped: True if the trainer clips gradients after their norm is measured.
-        share: The loss of the step, as a share of the first losses; infinity if they are not known.
+        share: The loss of the step divided by the first losses; infinity if these are not known.
         highest: The largest gradient norm of the steps before.
-        is_usual: True if the loss is not above those of the steps before, and no single sample makes the spike.
-        rank: As for :func:`finding_of_origin`.
+        is_usual: True if the loss is not above the losses of the steps before, and no single sample makes the spike.
+        rank: Same as in :func:`finding_of_origin`.
         usual_rows: The number of samples of other steps; 0 if it is not known.
-        is_early: True if it is among the first steps, where only one that a single sample makes is reported.
+        is_early: True if the spike is among the first steps. Such a spike is only reported if a single sample makes it.
     """
     where = _batches(reading.indices, reading.epoch) + rank
     is_small = 0 < 2 * reading.rows < usual_rows
@@ -278,11 +281,11 @@ def finding_of_spike(
 def with_row(
     finding: Finding, name: str, what: str, value: float, without: float, about: str, others: int | None = None
 ) -> Finding:
-    """Return a finding about a step with the sample of its batch that made it, such as ``"row 4,711 of …"``.
+    """Return a finding about a step extended by the sample that caused it, such as ``"row 4,711 of …"``.
 
-    ``what`` is ``"loss"`` or ``"gradient norm"``, with its values with and without the sample. If other samples are bad
-    as well, the values are those of ``others`` samples, with and without it. ``about`` compares the values of the
-    sample.
+    ``what`` is ``"loss"`` or ``"gradient norm"``; ``value`` and ``without`` are its values with and without the sample.
+    If other samples are bad as well, both are measured on ``others`` other samples instead of the whole batch.
+    ``about`` compares the values of the sample with the rest of the batch.
     """
     numbers = {}
     if others is not None:
@@ -303,7 +306,7 @@ def with_row(
 
 
 def with_row_before(finding: Finding, name: str, what: str, step: int, ratio: float, about: str) -> Finding:
-    """Return a finding about a training that diverged with the sample that made the spike before it."""
+    """Return a finding about a diverged training extended by the sample that made the spike before it."""
     return replace(
         finding,
         verdict=f"{finding.verdict}; before that, {name} made the {what} {ratio:.3g} × larger{_AT}{step}",
@@ -314,16 +317,17 @@ def with_row_before(finding: Finding, name: str, what: str, step: int, ratio: fl
 
 
 def with_batch(finding: Finding, rows: list[int]) -> Finding:
-    """Return a finding about a step with the rows of the data set that its batch has."""
+    """Return a finding about a step extended by the rows of the data set in its batch."""
     shown = ", ".join(f"{row:,}" for row in rows[:_MOST_ROWS])
     more = f" and {len(rows) - _MOST_ROWS} more" if len(rows) > _MOST_ROWS else ""
     return replace(finding, next=f"{finding.next} The batch has rows {shown}{more} of the training set.")
 
 
 def with_spike(finding: Finding, spike: Finding) -> Finding:
-    """Return the finding about one or several spikes with a later one: their number, the first and the farthest.
+    """Return the finding about earlier spikes merged with a later one: the number of spikes, the first, the largest.
 
-    With no records, the spike is a larger value of the last one. A spike that is no note makes it a warning.
+    If ``spike.records`` is 0, ``spike`` is a larger value within the last spike. If ``spike`` is not a note, the result
+    is a warning.
     """
     first, _, largest = finding.verdict.partition(_LARGEST)
     numbers, count = dict(finding.numbers), finding.records + spike.records
@@ -346,7 +350,7 @@ def with_spike(finding: Finding, spike: Finding) -> Finding:
 
 
 def with_stay(finding: Finding, rise: Rise) -> Finding:
-    """Return the finding about spikes of the loss with the last one, from which the loss has not come back."""
+    """Return the finding about spikes of the loss extended by the rise that has remained after the last spike."""
     verdict = (
         f"{finding.verdict}; {rise.steps} steps after step {finding.last_step}, the loss is still {rise.last:.3g}, "
         f"{rise.last / rise.before:.3g} × as large as before it"
@@ -368,9 +372,9 @@ def finding_of_action(
     is_left_out: bool,
     earlier: Finding | None,
 ) -> Finding:
-    """Return the note about the steps at which the watch has acted. Its trace has all of them.
+    """Return the note about the actions of the watch. Its trace lists the steps of all actions.
 
-    A rollback undoes the updates of ``back`` steps. ``why_not`` is the reason why their batches do not come again.
+    A rollback undoes the updates of ``back`` steps. ``why_not`` is the reason why their batches are not repeated.
     """
     what = {
         "skip": f"step {step} was left out",
@@ -424,12 +428,12 @@ def _finding(
 
 
 def _batches(indices: Sequence[int], epoch: int) -> str:
-    """Return the words for the batches of a step, of which there are several if gradients accumulate."""
+    """Return the text for the batches of a step. With gradient accumulation, a step has several."""
     first, last = (min(indices), max(indices)) if indices else (0, 0)
     several = f"batches {first} {'and' if last == first + 1 else 'to'} {last}"
     return f"{several if last > first else f'batch {first}'} of epoch {epoch}"
 
 
 def _short(line: str) -> str:
-    """Return the last two parts of a path with its line, such as ``models/net.py:31``."""
+    """Shorten a path with a line number to its last two components, such as ``models/net.py:31``."""
     return "/".join(line.replace("\\", "/").split("/")[-2:])
