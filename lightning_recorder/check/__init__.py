@@ -1,4 +1,4 @@
-"""The questions that an expert asks before a long training, answered by a few repeated steps on copies."""
+"""Answer the questions that an expert asks before a long training, by repeating the first step a few times."""
 
 from lightning_recorder.check.answer import Answer, NoAnswerError, Question
 from lightning_recorder.check.bench import Bench, Training

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["Answer", "NoAnswerError", "Question", "Verdict"]
 
 Verdict = Literal["ok", "look", "wrong", "no answer"]
-"""``"look"`` can be intended; ``"wrong"`` cannot; ``"no answer"`` has a reason."""
+"""The verdict of an answer. ``"look"`` may be intended, ``"wrong"`` is never intended."""
 
 
 class NoAnswerError(RecorderError, RuntimeError):
@@ -29,8 +29,8 @@ class Answer:
         verdict: ``"ok"``, ``"look"``, ``"wrong"`` or ``"no answer"``.
         text: The observation, or the reason why there is no answer.
         numbers: The measured values.
-        line: The line of code that is responsible, as ``file:line``, if it is known.
-        module: The name of the module or parameter that is responsible, if it is known.
+        line: The responsible line of code, as ``file:line``, if it is known.
+        module: The name of the responsible module or parameter, if it is known.
         question: The name of the question. :class:`~lightning_recorder.Check` fills it in.
         asks: The question in words. :class:`~lightning_recorder.Check` fills it in.
         expected: The expectation of the question. :class:`~lightning_recorder.Check` fills it in.
@@ -69,8 +69,8 @@ class Question:
         expects: The answer of a correct program.
         answer: A function from a :class:`~lightning_recorder.check.Bench` to an :class:`Answer`. It may raise
             :class:`NoAnswerError`.
-        steps: The work in training steps. A forward pass is a third of a step.
-        needs_repetition: True if the question has no answer when a repeated step has another loss.
+        steps: The cost of the question in training steps. A forward pass is a third of a step.
+        needs_repetition: True if the question can only be answered when a repeated step has the same loss.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Batches with other rows or other values."""
+"""Make copies of batches with other samples or other values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_recorder.structure import ignore_unknown, iter_tensors
 __all__ = ["changed", "few_rows", "named_tensors", "rows_of", "take_rows"]
 
 _FEW = (5, 7, 4, 6, 3, 2)
-"""Numbers of rows to choose from. Their first is a dimension of few tensors."""
+"""The numbers of samples to choose from. The first ones are rarely a dimension of a tensor."""
 
 
 def named_tensors(batch: Any) -> dict[str, Tensor]:
@@ -24,11 +24,11 @@ def named_tensors(batch: Any) -> dict[str, Tensor]:
 
 
 def changed(batch: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
-    """Return a copy of a batch with other tensors.
+    """Return a copy of a batch in which each tensor is replaced.
 
     Args:
         batch: The batch, of any type.
-        change: A function from the path and a detached tensor to its replacement.
+        change: A function that takes the path and the detached tensor, and returns the replacement.
     """
     paths = iter([path for path, _ in iter_tensors({"batch": batch}, "", unknown=ignore_unknown)])
     return own_copies({"batch": batch}, lambda tensor: change(next(paths).removeprefix("."), tensor))["batch"]
@@ -49,7 +49,7 @@ def rows_of(batch: Any) -> int:
 
 
 def take_rows(batch: Any, indices: Tensor | list[int]) -> Any:
-    """Return a copy of a batch with the samples of these indices."""
+    """Return a copy of a batch with only the samples at these indices."""
 
     def taken(_: str, tensor: Tensor) -> Tensor:
         return tensor[torch.as_tensor(indices, device=tensor.device)] if tensor.dim() else tensor.clone()
@@ -58,7 +58,9 @@ def take_rows(batch: Any, indices: Tensor | list[int]) -> Any:
 
 
 def few_rows(batch: Any) -> int:
-    """Return a small number of samples that is no other dimension of the batch, so that dimensions can be told apart.
+    """Return a small number of samples that differs from all other dimensions of the batch.
+
+    The batch dimension can then be recognized by its size.
 
     Raises:
         NoAnswerError: If the batch has a single sample.

@@ -1,4 +1,4 @@
-"""The training step of a fit, which can be run again and again with everything restored."""
+"""Run the training step of a fit repeatedly, and restore all state after each run."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from lightning_recorder.internals.preserve_state import own_copies, same_random_
 __all__ = ["Bench", "StepFunctions", "Training"]
 
 FORWARD, BACKWARD = 1 / 3, 2 / 3
-"""The work of a forward and of a backward pass in training steps."""
+"""The cost of a forward and of a backward pass, in training steps."""
 _ROUNDING = 1e-3
-"""The relative difference of losses that the rounding of a GPU may cause."""
+"""The largest relative difference of losses that rounding on a GPU can cause."""
 _STEPS = 12
-"""The steps of the short training on one batch."""
+"""The number of steps of the short training on one batch."""
 
 
 @dataclass(frozen=True)
 class StepFunctions:
-    """The parts of a fit that a check runs."""
+    """The functions of a fit that a check calls."""
 
-    # runs the training step of a batch without a backward pass; returns the loss, or None
+    # runs the training step on a batch without a backward pass; returns the loss, or None
     train: Callable[[Any], Tensor | None]
-    evaluate: Callable[[Any], Any] | None  # runs the validation step of a batch, if there is one
+    evaluate: Callable[[Any], Any] | None  # runs the validation step on a batch; None if there is no validation step
     # returns a context that restores the model, its gradients, the random numbers and the trainer
     unchanged: Callable[[], AbstractContextManager[None]]
     optimizers: list[Optimizer]
-    clip: Callable[[list[nn.Parameter]], None] = lambda _: None  # clips the gradients of the parameters as the fit does
+    clip: Callable[[list[nn.Parameter]], None] = lambda _: None  # clips the gradients of parameters like the fit
     loss_scale: float = 1.0  # the scale of the loss in the backward pass
     is_automatic: bool = True  # False with manual optimization
     # returns a context in which the steps run in full precision, if the fit uses autocast
@@ -56,8 +56,8 @@ class Training:
     Args:
         losses: The loss before each step.
         moved: The names of the parameters that changed.
-        with_gradient: The names of the parameters that had a gradient other than zero in any of the steps.
-        reached: The names of the parameters that had a gradient at all.
+        with_gradient: The names of the parameters that had a nonzero gradient in any step.
+        reached: The names of the parameters that had a gradient in any step, even if it was zero.
     """
 
     losses: list[float]
@@ -69,15 +69,15 @@ class Training:
 class Bench:
     """A training step with its model, its batch and its optimizers.
 
-    Every pass begins with the same random numbers, the same buffers and the same parameters, and leaves them so.
+    Every pass begins with the same random numbers, buffers and parameters, and restores them.
 
     Args:
         net: The model.
         batch: The first batch, on the device of the model. It is never changed.
-        functions: The parts of the fit.
-        validation_batch: A batch of the validation, if one is known.
+        functions: The functions of the fit.
+        validation_batch: A validation batch, if one is known.
         batch_size: The number of samples in a batch according to the loader, if it is known.
-        seconds: The time after which no further question is asked.
+        seconds: The time limit. After it, no further question is asked.
         loader: The loader of the training batches, if there is one.
     """
 
@@ -95,13 +95,13 @@ class Bench:
         self.net, self.batch, self.functions = net, batch, functions
         self.validation_batch, self.batch_size, self.loader = validation_batch, batch_size, loader
         self.spent = 0.0
-        """The work so far, in training steps."""
+        """The cost so far, in training steps."""
         self._end = time.monotonic() + seconds
         self._seed = 0
 
     @property
     def seconds_left(self) -> float:
-        """The time until the limit."""
+        """The remaining time in seconds."""
         return self._end - time.monotonic()
 
     @cached_property
@@ -109,13 +109,13 @@ class Bench:
         """The number of samples in the batch.
 
         Raises:
-            NoAnswerError: If the samples are not known.
+            NoAnswerError: If the number of samples is not known.
         """
         return rows_of(self.batch)
 
     @cached_property
     def few(self) -> Any:
-        """A few samples of the batch, if the step runs with them, otherwise the batch.
+        """A few samples of the batch, or the whole batch if the step does not run with few samples.
 
         Raises:
             NoAnswerError: If the batch has no samples to compare.
@@ -149,7 +149,7 @@ class Bench:
         """The optimizer.
 
         Raises:
-            NoAnswerError: If there is none, or if it is not known when it steps.
+            NoAnswerError: If there is no optimizer, or if it is not known when the optimizer steps.
         """
         if not self.functions.is_automatic:
             raise NoAnswerError("manual optimization decides itself when which optimizer steps")
@@ -161,13 +161,13 @@ class Bench:
 
     @contextmanager
     def restored(self, *, training: bool = True) -> Iterator[None]:
-        """Restore everything that passes in this block change.
+        """Restore everything that passes inside this context change.
 
         Args:
-            training: Leave the modules in their modes; otherwise put all of them into evaluation mode.
+            training: Leave the modules in their modes. If False, put all modules into evaluation mode.
 
         Raises:
-            NoAnswerError: If the time is up.
+            NoAnswerError: If no time is left.
         """
         if self.seconds_left < 0:
             raise NoAnswerError("the time is up")
@@ -189,10 +189,10 @@ class Bench:
 
         Args:
             batch: The batch; by default the first one.
-            training: Leave the modules in their modes; otherwise put all of them into evaluation mode.
+            training: Leave the modules in their modes. If False, put all modules into evaluation mode.
             keep: A function that returns the part of a module's input or output to keep, or None.
-            gradients: Keep the graph of autograd. Otherwise all tensors are detached.
-            other_numbers: Begin with other random numbers than all other passes.
+            gradients: Keep the autograd graph. Otherwise all tensors are detached.
+            other_numbers: Use random numbers that no other pass uses.
         """
         with self.restored(training=training):
             if other_numbers:
@@ -207,13 +207,13 @@ class Bench:
         gradients: bool = True,
         is_own: bool = False,
     ) -> Pass:
-        """Run a forward pass without restoring anything. It belongs into :meth:`restored`.
+        """Run a forward pass without restoring anything. Must be called inside :meth:`restored`.
 
         Args:
             batch: The batch.
             keep: A function that returns the part of a module's input or output to keep, or None.
-            gradients: Keep the graph of autograd. Otherwise all tensors are detached.
-            is_own: Pass this batch to the step instead of a copy.
+            gradients: Keep the autograd graph. Otherwise all tensors are detached.
+            is_own: Pass the batch itself to the step instead of a copy.
         """
         with Observation(self.net, keep) as observation:
             loss = self.functions.train(batch if is_own else own(batch))
@@ -223,7 +223,7 @@ class Bench:
         return seen if gradients else detached(seen)
 
     def evaluate(self, batch: Any) -> Pass:
-        """Run the validation step of a batch in evaluation mode, each time with other random numbers."""
+        """Run the validation step on a batch in evaluation mode, each time with other random numbers."""
         evaluate = self.functions.evaluate
         if evaluate is None:
             raise NoAnswerError("there is no validation step")
@@ -235,22 +235,22 @@ class Bench:
         return detached(observation.seen)
 
     def _draw_other_numbers(self) -> None:
-        """Continue with random numbers that differ from those of all other passes. It belongs into :meth:`restored`."""
+        """Seed the generators so that no other pass has the same numbers. Must be called inside :meth:`restored`."""
         self._seed += 1
         torch.manual_seed(self._seed)
 
     def gradients(self, loss: Tensor | None, batch: Any = None) -> dict[str, Tensor | None]:
-        """Return the gradient of each parameter, without hooks of parameters and without the scale of the loss.
+        """Return the unscaled gradient of each parameter. Hooks of parameters do not run.
 
         Raises:
-            NoAnswerError: If there is no loss, or none that depends on a parameter.
+            NoAnswerError: If there is no loss, or if it does not depend on a parameter.
         """
         if loss is None:
             raise NoAnswerError("the training step returns no loss")
         if not loss.requires_grad:
             raise NoAnswerError("the loss depends on no parameter")
         try:
-            # torch does not declare that a gradient is None if the loss does not depend on the parameter.
+            # The annotations of torch do not say that a gradient may be None.
             found: tuple[Tensor | None, ...] = torch.autograd.grad(
                 loss * self.functions.loss_scale, list(self.parameters.values()), allow_unused=True
             )
@@ -263,7 +263,7 @@ class Bench:
         return dict(zip(self.parameters, scaled, strict=True))
 
     def _share(self, batch: Any) -> float:
-        """Return the work of a pass with this batch relative to that with the first one."""
+        """Return the cost of a pass with this batch relative to a pass with the first batch."""
         try:
             return max(0.25, rows_of(batch) / self.rows) if batch is not None else 1.0
         except NoAnswerError:
@@ -272,13 +272,14 @@ class Bench:
     # Trainings on copies.
 
     def train(self, steps: int, factor: float = 1.0) -> Training:
-        """Train on the first batch for some steps with an own state of the optimizer, then restore everything.
+        """Train on the first batch for some steps with a copy of the optimizer state, then restore everything.
 
-        Every step has the same random numbers, so that its loss is that of the same function.
+        Every step has the same random numbers, so that all steps minimize the same function.
 
         Args:
             steps: The number of steps.
-            factor: The factor of the learning rate. A rate that a scheduler begins with is replaced by the base rate.
+            factor: A factor of the learning rate. During a warmup, the base rate of the scheduler is multiplied instead
+                of the current rate.
         """
         with self.restored():
             before = {name: each.detach().clone() for name, each in self.parameters.items()}
@@ -308,12 +309,12 @@ class Bench:
             raise NoAnswerError("the optimizer needs a closure") from error
 
     def _loss(self) -> float:
-        loss = self.forward(self.batch, gradients=False).loss  # with autograd, which a gradient penalty needs
+        loss = self.forward(self.batch, gradients=False).loss  # autograd stays enabled: gradient penalties need it
         return float("nan") if loss is None else float(loss)
 
     @cached_property
     def trained(self) -> Training:
-        """A training of a few steps on the first batch."""
+        """A short training on the first batch."""
         return self.train(_STEPS)
 
     def loss_at(self, factor: float) -> float:
@@ -333,17 +334,17 @@ class Bench:
 
     @cached_property
     def influences(self) -> Influences:
-        """The influence of each tensor of the batch on prediction and loss."""
+        """The influence of each tensor of the batch on the prediction and the loss."""
         return find_influences(self)
 
     @cached_property
     def repeated(self) -> tuple[Pass, Pass]:
-        """The observations of the first batch in two passes, with a few numbers of each output of a module."""
+        """The observations of two equal passes with the first batch, with two numbers for each module output."""
         return self.observe(keep=_digest), self.observe(keep=_digest)
 
     @cached_property
     def is_repeatable(self) -> bool:
-        """True if the loss of a repeated step is the same, except for the rounding of a device."""
+        """True if a repeated step has the same loss, except for rounding on the device."""
         first, second = self.repeated
         if first.loss is None or second.loss is None:
             return first.loss is second.loss
@@ -351,12 +352,12 @@ class Bench:
 
     @cached_property
     def first(self) -> Pass:
-        """The observations of the first batch in training, without the graph of autograd."""
+        """The observations of a training pass with the first batch, without the autograd graph."""
         return self.repeated[0]
 
 
 def _digest(tensor: Tensor) -> Tensor | None:
-    """Return two numbers that change if the tensor does."""
+    """Return two numbers that change if the tensor changes."""
     if not tensor.is_floating_point() or not tensor.numel():
         return None
     values = torch.nan_to_num(tensor.double(), posinf=0.0, neginf=0.0)
@@ -364,19 +365,19 @@ def _digest(tensor: Tensor) -> Tensor | None:
 
 
 def own(batch: Any) -> Any:
-    """Return a copy of a batch that the step may write to."""
+    """Return a copy of a batch. The step may write to the copy."""
     return own_copies({"batch": batch})["batch"]
 
 
 def detached(seen: Pass) -> Pass:
-    """Return observations without the graph of autograd, and with copies of the predictions."""
+    """Return observations without the autograd graph, and with copies of the predictions."""
     losses = [replace(each, prediction=each.prediction.detach().clone()) for each in seen.losses]
     loss = seen.loss if seen.loss is None else seen.loss.detach().clone()
     return replace(seen, loss=loss, losses=losses, outputs=[each.detach().clone() for each in seen.outputs])
 
 
 def _twin(optimizer: Optimizer, factor: float) -> Optimizer:
-    """Return an optimizer of the same parameters with a state of its own, and without hooks of the user."""
+    """Return a copy of an optimizer for the same parameters, with a copied state and without the user's hooks."""
     kind = type(optimizer)
     twin: Optimizer = object.__new__(kind)
     vars(twin).update({name: each for name, each in vars(optimizer).items() if name != "step"})

@@ -15,7 +15,7 @@ from lightning_recorder.errors import ArgumentError, RecorderError, describe_err
 __all__ = ["Result", "chosen_questions", "examine"]
 
 _MOST_STEPS = 30.0
-_WIDTH = 110  # characters
+_WIDTH = 110  # the width of the text in characters
 _SIGNS = {"ok": "ok", "look": "LOOK", "wrong": "WRONG", "no answer": "-"}
 
 
@@ -25,8 +25,8 @@ class Result:
 
     Args:
         answers: The answers, in the order of the questions.
-        steps: The work in training steps.
-        seconds: The time.
+        steps: The cost of the check in training steps.
+        seconds: The time of the check in seconds.
     """
 
     answers: tuple[Answer, ...]
@@ -52,7 +52,7 @@ class Result:
         }
 
     def text(self) -> str:
-        """Return the result as text: what has no answer comes first, in short, and *wrong* last, above the prompt."""
+        """Return the result as text. Questions without an answer come first, and *wrong* answers last."""
         lines: list[str] = []
         reasons: dict[str, list[str]] = {}
         for each in self.answers:
@@ -78,7 +78,7 @@ def _lines(answer: Answer) -> list[str]:
     sign = _SIGNS[answer.verdict]
     place = f" at {answer.line}" if answer.line and answer.verdict != "ok" else ""
     first, space, rest = answer.text.partition(" ")
-    # The name of a function or a module stays as it is.
+    # The names of functions and modules are not capitalized.
     first = first if set(first) & set("_.") else f"{first[:1].upper()}{first[1:]}"
     lines = _wrapped(f"  {sign:<9}  ", f"{answer.asks or answer.question} {first}{space}{rest}{place}.")
     if answer.verdict in ("look", "wrong"):
@@ -92,10 +92,10 @@ def _wrapped(prefix: str, text: str) -> list[str]:
 
 
 def chosen_questions(questions: Iterable[str | Question] | None) -> tuple[Question, ...]:
-    """Return the questions of these names, and questions of the user as they are; by default all.
+    """Return the questions with these names, and the user's own questions unchanged. By default, return all questions.
 
     Raises:
-        ArgumentError: If there is no question of a name, or if two have the same name.
+        ArgumentError: If no question has a given name, or if two questions have the same name.
     """
     if questions is None:
         return QUESTIONS
@@ -116,7 +116,7 @@ def chosen_questions(questions: Iterable[str | Question] | None) -> tuple[Questi
 
 
 def examine(bench: Bench, questions: Iterable[Question] = QUESTIONS) -> Result:
-    """Ask the questions in turn. A question that would exceed the limit of work is left out, and says so."""
+    """Ask the questions in turn. A question that would exceed the limit of cost or time gets no answer."""
     before = bench.seconds_left
     answers = []
     for each in questions:

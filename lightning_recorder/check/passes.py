@@ -34,12 +34,12 @@ class LossCall:
     name: str  # the name of the function, such as ``"cross_entropy"``
     prediction: Tensor  # the first argument
     target: Tensor  # the second argument
-    line: str  # the line of code that called it
-    ignored: int = -100  # the target that is ignored
+    line: str  # the line of code of the call
+    ignored: int = -100  # the value of targets that the loss ignores
 
     @property
     def has_classes(self) -> bool:
-        """True if the targets are indices of classes."""
+        """True if the targets are class indices."""
         return self.name in CLASSIFICATION and not self.target.is_floating_point()
 
 
@@ -48,7 +48,7 @@ class ModuleCall:
     """A call of a module."""
 
     name: str  # the name of the module
-    kind: str  # the name of its class
+    kind: str  # the name of the module's class
     is_training: bool  # the flag ``training`` of the module
     inputs: tuple[Tensor, ...]  # the kept part of each input
     outputs: tuple[Tensor, ...]  # the kept part of each output
@@ -63,8 +63,8 @@ class Pass:
         losses: The calls of loss functions, in order.
         modules: The calls of modules, in the order in which they ended.
         outputs: The floating-point outputs of the last module that no other module called, except scalars.
-        dropouts: The lines of code that called a dropout function that was active.
-        broadcasts: The lines of code that subtracted a column from a row, and the two shapes.
+        dropouts: The lines of code that called an active dropout function.
+        broadcasts: The lines of code that subtracted a row and a column from each other, and the two shapes.
     """
 
     loss: Tensor | None = None
@@ -76,12 +76,12 @@ class Pass:
 
     @property
     def predictions(self) -> list[Tensor]:
-        """The predictions that the loss functions of torch received; without them, the outputs of the last module."""
+        """The predictions passed to torch loss functions. Without such a loss, the outputs of the last module."""
         return [each.prediction for each in self.losses] or self.outputs
 
 
 class Observation(TorchFunctionMode):
-    """Observe a forward pass, and keep of each module's inputs and outputs what ``keep`` returns, if it is given."""
+    """Observe a forward pass. ``keep``, if given, returns the part of each module input and output to keep."""
 
     def __init__(self, net: nn.Module, keep: Callable[[Tensor], Tensor | None] | None = None) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Observation(TorchFunctionMode):
 
     def _see_loss(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         sides = sides_of_loss(name, args, kwargs)
-        if "in.prediction" in sides:  # a loss of pairs has none
+        if "in.prediction" in sides:  # losses of pairs have no prediction
             target, ignored = sides["in.target"].detach().clone(), kwargs.get("ignore_index", -100)
             self.seen.losses.append(LossCall(name, sides["in.prediction"], target, line_of_user(), ignored))
 

@@ -363,8 +363,7 @@ class Monitor:
         self._call("on_after_backward")
 
     def note_loss(self, loss: Tensor) -> None:
-        """Record a loss before its backward pass, multiplied by the scale of the ``GradScaler``. Losses of a step add up.
-        """
+        """Record a loss, multiplied by the scale of the ``GradScaler``, before its backward pass. Losses are summed."""
         self._has_loss = True
         self._call("on_before_backward", loss)
 

@@ -1,4 +1,4 @@
-"""The questions, one file each."""
+"""The questions of the check, each in its own file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure the time of the parts of a step, and the memory at its peak."""
+"""Measure the time of a forward and of a backward pass, and the peak memory."""
 
 from __future__ import annotations
 

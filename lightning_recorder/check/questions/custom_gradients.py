@@ -1,8 +1,8 @@
 """Find custom functions with a wrong gradient.
 
 Each ``torch.autograd.Function`` of the step is called again with the tensors that it received, in float64. Its backward
-pass is compared with a difference quotient along a random direction. A function that changes nothing in its forward
-pass, or only in steps, has another gradient on purpose: gradient reversal, clipping, and straight-through estimators.
+pass is compared with a difference quotient along a random direction. A function whose forward pass is the identity or
+piecewise constant has another gradient on purpose: gradient reversal, clipping, and straight-through estimators.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["QUESTION"]
 
 _EPSILON = 1e-6
-_CLOSE = 1e-2  # relative
-_MOST = 4096  # elements of a tensor
+_CLOSE = 1e-2  # the tolerated relative difference
+_MOST = 4096  # the maximum number of elements of a tensor
 
 
 def answer(bench: Bench) -> Answer:
@@ -69,7 +69,7 @@ def _functions(loss: Tensor | None) -> set[Any]:
 
 @contextmanager
 def _recorded(kinds: set[Any]) -> Iterator[dict[Any, tuple[Any, ...]]]:
-    """Keep the arguments of the first call of each function."""
+    """Record the arguments of the first call of each function inside the context."""
     calls: dict[Any, tuple[Any, ...]] = {}
     had = {kind: "apply" in vars(kind) for kind in kinds}
     before = {kind: vars(kind).get("apply") for kind in kinds}
@@ -97,7 +97,7 @@ def _recorded(kinds: set[Any]) -> Iterator[dict[Any, tuple[Any, ...]]]:
 
 
 def _compare(kind: Any, arguments: tuple[Any, ...]) -> str:
-    """Return a text about the gradient of a function; it begins with "the gradient" if that is wrong."""
+    """Return a text about the gradient of a function. The text begins with "the gradient" if the gradient is wrong."""
     given = [_float64(each) for each in arguments]
     places = [index for index, each in enumerate(given) if isinstance(each, Tensor) and each.is_floating_point()]
     leaves = [given[index].requires_grad_() for index in places]
@@ -105,7 +105,7 @@ def _compare(kind: Any, arguments: tuple[Any, ...]) -> str:
         out = _first(kind.apply(*given))
     generator = torch.Generator("cpu").manual_seed(0)
     weight = _random(out, generator)
-    # Not declared to return None, which it does for what the function does not depend on.
+    # The annotations of torch do not say that a gradient may be None.
     found: tuple[Tensor | None, ...] = torch.autograd.grad((out * weight).sum(), leaves, allow_unused=True)
     directions = [_random(each, generator) for each in leaves]
     known = [(g, d, p) for g, d, p in zip(found, directions, places, strict=True) if g is not None]
@@ -124,7 +124,7 @@ def _compare(kind: Any, arguments: tuple[Any, ...]) -> str:
 
 
 def _random(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Return random numbers in the shape of a tensor, without a draw from the generators of the program."""
+    """Return random numbers in the shape of a tensor, without using the generators of the program."""
     return torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(like.device)
 
 
@@ -139,7 +139,7 @@ def _moved(kind: Any, given: list[Any], known: list[tuple[Tensor, Tensor, int]],
 def _float64(value: Any) -> Any:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
-    if value.numel() > _MOST:  # a few numbers suffice, where rows are independent
+    if value.numel() > _MOST:  # a few rows are enough if rows are independent
         value = value[: max(1, _MOST // max(1, value[0].numel()))] if value.dim() > 1 else value
     return value.double()
 

@@ -1,7 +1,7 @@
-"""Find the first thing that differs when the step is repeated.
+"""Find the first difference between two runs of the same step.
 
-The same step with the same random numbers must have the same loss and the same gradients to the bit. Otherwise the
-first module with another output is named. If the step cannot be repeated at all, the other questions have no answer.
+The same step with the same random numbers must have bitwise the same loss and gradients. Otherwise the answer names the
+first module with another output. If the step cannot be repeated at all, the other questions have no answer.
 """
 
 from __future__ import annotations

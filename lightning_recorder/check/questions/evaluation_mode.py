@@ -1,8 +1,8 @@
-"""Find evaluations that train, and trainings that evaluate.
+"""Find modules that are in training mode during evaluation, or in evaluation mode during training.
 
 In evaluation mode, no dropout may be active and every module must be in evaluation mode. In training, modules with
-parameters, dropout or BatchNorm must be in training mode: a model that was loaded for inference is not. Two evaluations
-of one batch must be equal, unless the model draws random numbers on purpose.
+parameters, dropout or BatchNorm must be in training mode: a model that was loaded for inference often stays in
+evaluation mode. Two evaluations of one batch must be equal, unless the model draws random numbers on purpose.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 __all__ = ["QUESTION"]
 
-_FEW = 4  # names in a text
+_FEW = 4  # the maximum number of names in a text
 _MODAL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 
 
 def answer(bench: Bench) -> Answer:
-    """Evaluate a batch twice, and look at the modes of the modules."""
+    """Evaluate a batch twice, and check the modes of the modules."""
     batch = bench.validation_batch
     has_step = bench.functions.evaluate is not None and batch is not None
     first, second = (
@@ -55,13 +55,13 @@ def _is_random(first: Pass, second: Pass) -> bool:
 
 
 def _is_modal(bench: Bench, name: str) -> bool:
-    """Return True for a module that computes something else in training."""
+    """Return True for a module whose forward pass differs between training and evaluation mode."""
     module = named_submodules(bench.net).get(name)
     return isinstance(module, _MODAL) and getattr(module, "p", 1.0) != 0.0
 
 
 def _asleep(bench: Bench) -> list[str]:
-    """Return the dropouts and norms in evaluation mode whose parent has parameters that are trained."""
+    """Return the dropout and normalization modules in evaluation mode whose parent has trained parameters."""
     modules = named_submodules(bench.net)
     called = {each.name for each in bench.first.modules if not each.is_training}
     trained = {

@@ -1,8 +1,8 @@
 """Find inputs, channels and positions that the model does not use.
 
-Each tensor of the batch is exchanged among the samples. Then the prediction must change, for at least one of them. For
-floating-point inputs, the gradient names channels and features without influence, and a second pass in which only they
-change confirms it. Blocks of positions of sequences are exchanged in turn.
+Each tensor of the batch is permuted among the samples. The prediction must change for at least one tensor. For
+floating-point inputs, the gradient shows channels and features without influence. A second pass, in which only these
+are permuted, confirms the result. For sequences, blocks of positions are permuted one after another.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 __all__ = ["QUESTION"]
 
 _BLOCKS = 4
-_FEW = 6  # indices in a text
+_FEW = 6  # the maximum number of indices in a text
 _KINDS = {2: ("feature",), 4: ("channel", "row", "column")}
 
 
 def answer(bench: Bench) -> Answer:
-    """Exchange inputs, features and positions among the samples."""
+    """Permute inputs, features and positions among the samples."""
     found = bench.influences
     if not found.tensors:
         raise NoAnswerError("the samples of the batch are all equal")
@@ -53,7 +53,7 @@ def answer(bench: Bench) -> Answer:
 def _matters_in_training(bench: Bench, found: Influences) -> bool:
     """Return True if the prediction depends on the batch in training mode.
 
-    In evaluation mode, a normalization with statistics that have seen no batch can leave less than rounding of it.
+    In evaluation mode, a normalization with initial running statistics can shrink this dependence below rounding.
     """
     before = bench.observe(found.batch, training=True)
     after = bench.observe(changed(found.batch, lambda _, each: each.roll(1, 0) if each.dim() else each), training=True)
@@ -61,7 +61,7 @@ def _matters_in_training(bench: Bench, found: Influences) -> bool:
 
 
 def _unused_features(bench: Bench, found: Influences) -> list[str]:
-    """Return the features of tables, and the channels, rows and columns of images, without influence."""
+    """Return the features of tables, and the channels, rows and columns of images, that have no influence."""
     texts = []
     for name in found.inputs:
         tensor = named_tensors(found.batch)[name]
@@ -69,7 +69,7 @@ def _unused_features(bench: Bench, found: Influences) -> list[str]:
         gradient = _gradient(bench, found, name) if kinds else None
         for dim, kind in enumerate(kinds if gradient is not None else (), 1):
             places = _places(gradient, tensor, dim)
-            # A convolution with a stride may leave out the last row.
+            # A strided convolution may not use the last row.
             few = kind in ("row", "column") and 4 * len(places) < tensor.shape[dim]
             if places and not few and not _matters(bench, found, name, places, dim):
                 listed = ", ".join(map(str, places[:_FEW])) + (" …" if len(places) > _FEW else "")
@@ -78,7 +78,7 @@ def _unused_features(bench: Bench, found: Influences) -> list[str]:
 
 
 def _gradient(bench: Bench, found: Influences, name: str) -> Tensor | None:
-    """Return the gradient of the squared predictions with respect to a tensor of the batch; None if it has none."""
+    """Return the gradient of the squared predictions with respect to a batch tensor; None if there is no gradient."""
     leaves: list[Tensor] = []
 
     def watched(path: str, tensor: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def _gradient(bench: Bench, found: Influences, name: str) -> Tensor | None:
                 return None
             total = torch.stack([each.double().square().sum() for each in predictions]).sum()
             return torch.autograd.grad(total, leaves[-1:], allow_unused=True)[0]
-    except RuntimeError:  # an operation in place, or one without a gradient
+    except RuntimeError:  # an in-place operation, or an operation without a gradient
         return None
 
 
@@ -119,9 +119,9 @@ def _matters(bench: Bench, found: Influences, name: str, places: list[int], dim:
 
 
 def _unused_positions(bench: Bench, found: Influences) -> list[str]:
-    """Return the positions of sequences, in blocks, and the columns of tables without influence.
+    """Return the blocks of sequence positions, and the columns of tables, that have no influence.
 
-    Masks and lengths make them intended.
+    Unused positions may be intended if the batch has masks or lengths.
     """
     tensors = named_tensors(found.batch)
     has_lengths = any(tensors[name].dim() == 1 and not tensors[name].is_floating_point() for name in found.inputs)
@@ -134,7 +134,7 @@ def _unused_positions(bench: Bench, found: Influences) -> list[str]:
         if number == 0 and size >= 2 * _BLOCKS and (tensor.dim() == 3 or is_whole):
             kind = "positions"
         elif tensor.dim() == 2 and is_whole and 1 < size < 2 * _BLOCKS and not found.tensors[name].on_target:
-            kind = "columns"  # of a table; the last token of a short sequence may be a target alone
+            kind = "columns"  # the columns of a table; the last token of a short sequence may only be a target
         for block in torch.arange(size, device="cpu").chunk(size if kind == "columns" else _BLOCKS) if kind else ():
             places = block.tolist()
             varies = bool((tensor[:, places] != tensor.roll(1, 0)[:, places]).any())

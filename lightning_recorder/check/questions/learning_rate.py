@@ -1,8 +1,9 @@
 """Find a learning rate out of range.
 
-The loss of the first batch after one step with 0.01 to 100 times the learning rate, each on a copy. A rate that a
-scheduler raises from a small one is replaced by its base rate. A rate is too large if one step spoils the loss while a
-hundredth of it lowers the loss, and too small if even a hundred times of it does next to nothing.
+The loss of the first batch is measured after one step with 0.01 to 100 times the learning rate, each time on a copy of
+the parameters. During a warmup, the base rate of the scheduler is used. The rate is too large if one step spoils the
+loss while a step with a hundredth of the rate lowers the loss. The rate is too small if even a step with a hundred
+times the rate hardly changes the loss.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
 __all__ = ["QUESTION"]
 
 _FACTORS = (0.01, 0.1, 1.0, 10.0, 100.0)
-_SPOILED, _WORSE = 100.0, 1.5  # times the loss at the start
+_SPOILED, _WORSE = 100.0, 1.5  # multiples of the loss at the start
 _NOTHING = 1e-3
 
 
 def answer(bench: Bench) -> Answer:
-    """Compare the loss after one step with different rates."""
+    """Compare the losses after one step with different learning rates."""
     before = bench.first.loss
     if before is None or not before.numel() == 1:
         raise NoAnswerError("the training step returns no loss")

@@ -1,8 +1,8 @@
-"""Compare the loss at the start with that of a model without knowledge.
+"""Compare the loss at the start with the loss of a model without knowledge.
 
-A new classifier knows nothing, so its cross entropy is near the logarithm of the number of classes. A new regression is
-near the spread of its targets. A much larger loss means outputs or targets of another size. The function that made the
-prediction must fit the loss: logits for a cross entropy, and logarithms of probabilities for ``nll_loss``.
+The cross entropy of an untrained classifier is near the logarithm of the number of classes. The loss of an untrained
+regression is near the spread of its targets. A much larger loss means that outputs or targets have another scale. The
+function that made the prediction must fit the loss: logits for a cross entropy, log probabilities for ``nll_loss``.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 __all__ = ["QUESTION"]
 
-_WIDE = 2.0  # times the entropy
-_FAR = 100.0  # times the spread, or times the size of the predictions
-_MANY = 8  # values that have a spread
+_WIDE = 2.0  # a multiple of the expected cross entropy
+_FAR = 100.0  # a multiple of the spread of the targets, or of the size of the predictions
+_MANY = 8  # the minimum number of values for a spread
 _SHAPES = ("view", "unsafe_view", "squeeze", "unsqueeze", "reshape_alias", "transpose", "permute", "to_copy", "t")
 
 
 def answer(bench: Bench) -> Answer:
-    """Compare each loss at the start with that of a model without knowledge."""
+    """Compare each loss at the start with the loss of a model without knowledge."""
     with bench.restored():
         seen = bench.forward(bench.batch)
         calls = list(seen.losses)
@@ -43,7 +43,7 @@ def answer(bench: Bench) -> Answer:
 
 
 def _of_form(call: LossCall) -> Answer | None:
-    """Return what is wrong with the form of a prediction, or None."""
+    """Return an answer if the form of a prediction does not fit its loss, otherwise None."""
     made_by, prediction = _made_by(call.prediction), call.prediction.detach().double()
     if call.name == "cross_entropy" and made_by in ("softmax", "sigmoid"):
         text = f"cross_entropy expects logits, but receives the result of {made_by}: it applies a softmax of its own"
@@ -62,7 +62,7 @@ def _of_form(call: LossCall) -> Answer | None:
 
 
 def _made_by(tensor: Tensor) -> str:
-    """Return the operation that made a tensor, without changes of its shape or format."""
+    """Return the operation that made a tensor, skipping changes of its shape or dtype."""
     node = tensor.grad_fn
     while node is not None:
         name = type(node).__name__.partition("Backward")[0]

@@ -1,7 +1,7 @@
 """Find numbers that are too small or too large for the precision.
 
-The gradients in the chosen precision against those without autocast, with the same random numbers. Gradients that
-become zero are an underflow, gradients that are not finite an overflow.
+The gradients in the chosen precision are compared with the gradients without autocast, with the same random numbers.
+Gradients that become zero are an underflow. Gradients that are not finite are an overflow.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 __all__ = ["QUESTION"]
 
-_WRONG, _LOST = 0.5, 0.1  # relative error of a gradient, share of its elements that are lost
+_WRONG, _LOST = 0.5, 0.1  # the limits of the relative error of a gradient, and of the share of its lost elements
 
 
 def answer(bench: Bench) -> Answer:
-    """Compare the gradients in two precisions."""
+    """Compare the gradients with and without autocast."""
     chosen = bench.first_gradients
     bad = [name for name, each in chosen.items() if each is not None and not bool(torch.isfinite(each).all())]
     if bad:

@@ -1,7 +1,7 @@
 """Overfit one batch.
 
-A few steps on a copy of the parameters, all with the same batch and the same random numbers. A loss that does not fall
-at all is the usual sign of a gradient, an optimizer or a learning rate that does not work.
+A copy of the parameters is trained for a few steps, all with the same batch and the same random numbers. If the loss
+does not fall at all, the gradients, the optimizer or the learning rate usually do not work.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["QUESTION"]
 
-_LITTLE = 1e-4  # of the loss at the start
+_LITTLE = 1e-4  # the smallest fall of the loss that counts, as a share of the loss at the start
 _FLOOR = 1e-6
 
 

@@ -1,8 +1,8 @@
 """Find trained parameters that do not learn.
 
-A parameter that requires a gradient must be in an optimizer, must get a gradient other than zero in one of a dozen
-steps, and must change in its number format. A gradient that is zero in the first step only is no fault: the first
-matrix of LoRA and the blocks behind a projection that begins at zero have one.
+A parameter that requires a gradient must be in an optimizer, must get a nonzero gradient in one of a dozen steps, and
+must change in its number format. A gradient that is zero only in the first step is not a fault: it occurs in the first
+matrix of LoRA, and in blocks followed by a projection that is initialized to zero.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 __all__ = ["QUESTION"]
 
-_FEW = 4  # names in a text
+_FEW = 4  # the maximum number of names in a text
 
 
 def answer(bench: Bench) -> Answer:
-    """Compare the parameters of the model with those of the optimizers, and look at gradients and changes."""
+    """Compare the parameters of the model with those of the optimizers, and check gradients and updates."""
     names = {id(each): name for name, each in bench.parameters.items()}
     places = [id(each) for optimizer in bench.functions.optimizers for each in _of(optimizer)]
     if not places:
@@ -53,7 +53,7 @@ def _of(optimizer: object) -> list[object]:
 
 
 def _of_gradients(bench: Bench) -> Answer:
-    """Return the answer for manual optimization, where the steps of the optimizers are not repeated."""
+    """Return the answer for manual optimization from the gradients alone, since no optimizer steps."""
     gradients = bench.first_gradients
     silent = [name for name, each in gradients.items() if each is None or not bool(each.any())]
     if len(silent) == len(gradients):

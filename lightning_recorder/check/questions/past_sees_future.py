@@ -1,7 +1,8 @@
 """Find predictions that see the future.
 
-If the target of a sequence is its own next element, the prediction at a position may not depend on later elements. They
-are replaced by those of another sample. A missing or shifted causal mask is the usual cause.
+If the target of a sequence is its own next element, the prediction at a position must not depend on later elements. The
+later elements are replaced by those of another sample, and earlier predictions must not change. If they change, a
+missing or shifted causal mask is the usual cause.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ def answer(bench: Bench) -> Answer:
 
 
 def _of_copied_target(bench: Bench, rows: int) -> Answer:
-    """Return an answer for tokens whose target is the element at the same place of the input, or two places ahead.
+    """Return an answer if the target is the input element at the same position, or two positions ahead.
 
-    The decoder of a translation receives its target, but only the elements before. A model that shifts its labels
-    itself predicts two places ahead if they are shifted before as well.
+    The decoder of a translation model receives its targets, but each position must depend only on earlier targets. If
+    the labels are already shifted and the model shifts them again, the target lies two positions ahead.
     """
     found = bench.influences
     for place, call in enumerate(found.base.losses):
@@ -68,7 +69,7 @@ def _of_copied_target(bench: Bench, rows: int) -> Answer:
 
 
 def _shifts(call: LossCall, batch: Any, rows: int) -> dict[int, list[str]]:
-    """Return the tensors of the batch that are the target, by the number of positions that the target lies ahead."""
+    """Return the batch tensors that the target is a copy of, by the number of positions that the copy is shifted."""
     target = call.target
     if target.dim() == 1 and target.numel() % rows == 0:
         target = target.reshape(rows, -1)
@@ -85,7 +86,7 @@ def _shifts(call: LossCall, batch: Any, rows: int) -> dict[int, list[str]]:
 
 
 def _changed_later(bench: Bench, place: int, shifts: dict[int, list[str]], rows: int) -> tuple[float, int]:
-    """Return the change of earlier predictions when later elements change, relative to that of the later ones."""
+    """Change the later elements. Return the change of earlier predictions relative to later ones, and the position."""
     batch = bench.few
     first = min(shifts, key=lambda shift: -shift)
     middle = min(each.shape[1] for name, each in named_tensors(batch).items() if name in shifts[first]) // 2
@@ -95,7 +96,7 @@ def _changed_later(bench: Bench, place: int, shifts: dict[int, list[str]], rows:
 
 
 def _later(name: str, tensor: Tensor, shifts: dict[int, list[str]], middle: int) -> Tensor:
-    """Replace the elements after a position by those of another sample."""
+    """Return a copy of a tensor in which the elements after a position come from another sample."""
     new = tensor.clone()
     for shift, names in shifts.items():
         if name in names:
@@ -112,7 +113,7 @@ def _by_position(call: LossCall, rows: int) -> Tensor:
 
 
 def _leak(before: Tensor, after: Tensor, middle: int) -> float:
-    """Return the change of predictions up to a position, relative to that of later ones."""
+    """Return the change of predictions up to a position, relative to the change of later predictions."""
     change = (before - after).double().abs()
     signal = float(change[:, middle + 1 :].max()) if change.shape[1] > middle + 1 else 0.0
     leak = float(change[:, : middle + 1].max())

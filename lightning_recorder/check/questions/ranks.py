@@ -1,7 +1,7 @@
 """Compare the first batches and the parameters of several ranks.
 
-Each rank should train on a part of the data of its own, from the same parameters. An iterable data set that does not
-ask for its rank, and a loader without a sampler for ranks, give all of them the same samples.
+Each rank should train on its own part of the data and start from the same parameters. An iterable data set that does
+not use its rank, or a loader without a distributed sampler, yields the same samples on all ranks.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 __all__ = ["QUESTION", "RankStart", "compare"]
 
 _SHARE = 0.9
-_FEWEST = 8  # different samples; fewer may be equal on purpose
+_FEWEST = 8  # the minimum number of different samples; fewer samples may be equal on purpose
 
 
 @dataclass(frozen=True)
 class RankStart:
-    """The state with which a rank begins."""
+    """The first batch and the initial parameters of a rank."""
 
-    place: int  # the number of the rank among those that should have different samples; equal for tensor-parallel ranks
-    samples: tuple[int, ...]  # the fingerprints of the samples of its first batch; empty if they are not known
-    parameters: dict[str, int]  # a checksum of each parameter by its name, without sharded ones
+    place: int  # the index among ranks that should have different samples; equal for ranks of a tensor-parallel group
+    samples: tuple[int, ...]  # the fingerprints of the samples in the first batch; empty if they are not known
+    parameters: dict[str, int]  # by name, a checksum of each parameter that is not sharded
 
 
 def compare(ranks: Sequence[RankStart]) -> Answer:
-    """Return the answer for the beginnings of all ranks.
+    """Compare the starts of all ranks and return the answer.
 
     Raises:
-        NoAnswerError: If the samples are not known, or if all ranks should have the same.
+        NoAnswerError: If the samples are not known, or if all ranks should have the same samples.
     """
     known = [each.parameters for each in ranks]
     differing = [name for name, number in known[0].items() if any(each.get(name, number) != number for each in known)]
@@ -58,7 +58,7 @@ def compare(ranks: Sequence[RankStart]) -> Answer:
 
 
 def answer(bench: Bench) -> Answer:
-    """Return no answer: with several processes, there is no bench, and :class:`~lightning_recorder.Check` compares."""
+    """Raise NoAnswerError: with several processes there is no bench, and ``Check`` calls :func:`compare` instead."""
     raise NoAnswerError("the run has one process")
 
 

@@ -1,6 +1,6 @@
 """Compare the batches of training and validation.
 
-Their tensors must have the same formats and the same scale. Inputs must have a size that a model can use: images that
+Their tensors must have the same number of dimensions, dtype and scale. The inputs must have a usable scale: images that
 were divided by 255 twice have values of 0.002.
 """
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 __all__ = ["QUESTION"]
 
-_OTHER, _STRANGE = 4.0, 30.0  # ratios of the standard deviations
-_SMALL, _LARGE = 0.01, 1000.0  # root mean squares
-_MANY = 64  # values that have a scale
+_OTHER, _STRANGE = 4.0, 30.0  # limits of the ratio of the standard deviations
+_SMALL, _LARGE = 0.01, 1000.0  # the limits of the root mean square of an input
+_MANY = 64  # the minimum number of values for a scale
 
 
 def answer(bench: Bench) -> Answer:
-    """Compare the scales and the formats of the two batches."""
+    """Compare the scales and the formats of a training and a validation batch."""
     tensors = named_tensors(bench.batch)
     inputs = set(bench.influences.inputs) if bench.functions.is_automatic else set(tensors)
     strange = [text for name in tensors if name in inputs and (text := _size(name, tensors[name]))]
@@ -48,7 +48,7 @@ def answer(bench: Bench) -> Answer:
 
 
 def _size(name: str, tensor: Tensor) -> str:
-    """Return a text about an input of an unusual size, or an empty one."""
+    """Return a text if an input has an unusual scale, otherwise an empty string."""
     if not tensor.is_floating_point() or tensor.numel() < _MANY:
         return ""
     values = tensor.detach().double()

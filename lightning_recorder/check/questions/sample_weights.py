@@ -1,8 +1,8 @@
 """Find samples that weigh more than others.
 
-The gradient of a batch against those of its two halves, in evaluation mode. A mean over samples gives each half a
-weight of one half, a sum gives each a weight of one. Other weights mean that samples count by their length or by their
-padding.
+The gradient of a batch is compared with the gradients of its two halves, in evaluation mode. If the loss is a mean over
+the samples, each half has the weight 0.5. If it is a sum, each half has the weight 1. Other weights mean that the
+weight of a sample depends on its length or its padding.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 __all__ = ["QUESTION"]
 
-_SMALL = 0.01  # the relative error that rounding may have
-_UNEVEN = 1.2  # the ratio of two weights
+_SMALL = 0.01  # the largest relative error that rounding can cause
+_UNEVEN = 1.2  # the limit of the ratio of the two weights
 
 
 def answer(bench: Bench) -> Answer:
-    """Find the weights of two halves of a batch in its gradient."""
+    """Find the weights of the two halves of a batch in its gradient."""
     bench.optimizer  # noqa: B018 - manual optimization has no answer
     rows = rows_of(bench.few)
     half = rows // 2

@@ -1,11 +1,11 @@
-"""Find samples of a batch that mix.
+"""Find predictions that depend on other samples of the batch.
 
-The first sample stays and all others are replaced by copies of it. Its prediction must stay, too. The last sample is
-tried in the same way, since a recurrence along the batch runs one way. In training, BatchNorm mixes samples, which is
-intended. In evaluation nothing may: typical causes are a ``view`` instead of a ``permute``, a softmax along the batch,
-and a recurrence or an attention whose sequence is the batch. Samples in another order must have the same predictions in
-that order: a positional encoding along the batch depends on the place of a sample. Targets of samples with equal
-predictions may be in another order.
+The first sample is kept, and all other samples are replaced by copies of it. The prediction for the first sample must
+not change. The last sample is tested in the same way, because a recurrence along the batch has a direction. In
+training, BatchNorm mixes samples on purpose. In evaluation, nothing may mix samples. Typical causes are a ``view``
+instead of a ``permute``, a softmax along the batch, and a recurrence or an attention along the batch dimension. If the
+samples are permuted, the predictions must be permuted in the same way: with a positional encoding along the batch, they
+also depend on the index of a sample. Finally, the targets must be in the same order as the predictions.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 __all__ = ["QUESTION"]
 
-_OWN = 0.5  # the share of the targets of a sample that are beside its own predictions
+_OWN = 0.5  # the minimum share of a sample's targets that belong to its own predictions
 
 
 def answer(bench: Bench) -> Answer:
-    """Compare the predictions of samples among other samples."""
+    """Compare the predictions for a sample in batches with different other samples."""
     rows = rows_of(bench.few)
     in_evaluation = _mixing(bench, rows, training=False)
     if in_evaluation is None:
@@ -64,8 +64,8 @@ def answer(bench: Bench) -> Answer:
 def _wrong(bench: Bench, culprit: ModuleCall | None, numbers: dict[str, float], line: str) -> Answer:
     """Return the answer for samples that mix in evaluation.
 
-    It is certain only if the first dimension is known to be that of the samples, and if a module mixes them. The
-    training step itself may mix them on purpose, as mixup does.
+    The answer is *wrong* only if the first dimension is known to be the batch dimension, and if a module mixes the
+    samples. The training step itself may mix samples on purpose, as mixup does.
     """
     is_known = _is_known(bench)
     if culprit is None:
@@ -78,12 +78,12 @@ def _wrong(bench: Bench, culprit: ModuleCall | None, numbers: dict[str, float], 
 
 
 def _is_known(bench: Bench) -> bool:
-    """Return True if the first dimension is known to be that of the samples, and not that of time."""
+    """Return True if the first dimension is known to be the batch dimension and not the time dimension."""
     return bench.batch_size == bench.rows or any(each.dim() == 1 for each in named_tensors(bench.batch).values())
 
 
 def _depends_on_place(bench: Bench, rows: int) -> bool:
-    """Return True if samples in another order have other predictions, and no random numbers explain it."""
+    """Return True if predictions change with the order of the samples, and random numbers do not explain the change."""
     order = [*range(1, rows), 0]
     passes = [
         bench.observe(bench.few, training=False),
@@ -103,16 +103,17 @@ def _is_far(one: Tensor, other: Tensor) -> bool:
 
 
 def _mixing(bench: Bench, rows: int, *, training: bool) -> tuple[float, ModuleCall | None, str] | None:
-    """Return the influence of the other samples relative to that of the sample itself, and the module that mixes.
+    """Return the influence of other samples on a prediction, the module that mixes samples, and the line of the loss.
 
-    The influence is 0 if it can be explained by rounding. Return None if no prediction has samples.
+    The influence is relative to the influence of the sample itself. It is 0 if rounding can explain it. None is
+    returned if no prediction has a batch dimension.
     """
 
     def kept(tensor: Tensor) -> Tensor | None:
         has_rows = tensor.dim() and tensor.shape[0] == rows and rows not in tensor.shape[1:]
         return tensor[[0, -1]] if has_rows else None
 
-    # One sample differs from the copies, since a model that divides by the spread of a batch makes NaN of equal ones.
+    # One sample differs from the copies, because a model that divides by the spread of a batch returns NaN otherwise.
     orders = (
         [None, [0, *[1] * (rows - 1)], [*[rows - 2] * (rows - 1), rows - 1]] if rows > 2 else [None, [0, 0], [1, 1]]
     )
@@ -133,9 +134,10 @@ def _mixing(bench: Bench, rows: int, *, training: bool) -> tuple[float, ModuleCa
 
 
 def _in_another_order(bench: Bench, rows: int) -> LossCall | None:
-    """Return a loss most of whose targets of a sample are beside predictions of other samples.
+    """Return a loss that compares most targets of a sample with predictions for other samples, or None.
 
-    The first sample becomes a copy of the second one. The predictions and the targets that change are its own.
+    The first sample is replaced by a copy of the second one. The predictions and targets that change belong to the
+    first sample.
     """
     if rows < 2:
         return None
@@ -153,7 +155,7 @@ def _in_another_order(bench: Bench, rows: int) -> LossCall | None:
 
 
 def _predictions(seen: Pass, base: Pass, rows: int, bench: Bench) -> list[Tensor | None]:
-    """Return the predictions of a pass by sample; ``base`` is the pass with the samples as they are."""
+    """Return the predictions of a pass by sample. ``base`` is the pass with the unchanged samples."""
     if seen.losses:
         pairs = zip(seen.losses, base.losses, strict=False)
         return [by_row(each.prediction, known, rows, bench.few) for each, known in pairs]
@@ -161,7 +163,7 @@ def _predictions(seen: Pass, base: Pass, rows: int, bench: Bench) -> list[Tensor
 
 
 def _leak(base: Tensor | None, first: Tensor | None, last: Tensor | None) -> float | None:
-    """Return the change of a prediction that other samples cause, relative to the change that the sample causes."""
+    """Return the change of a prediction due to other samples, relative to the change due to the sample itself."""
     if base is None or first is None or last is None or not base.is_floating_point():
         return None
     if not base.shape == first.shape == last.shape:

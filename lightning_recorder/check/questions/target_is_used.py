@@ -1,7 +1,7 @@
-"""Find a loss that does not use its target, and a prediction that does.
+"""Find a loss that does not use its target, and a prediction that uses the target.
 
-The targets are exchanged among the samples. Then the loss must change, and the prediction must not. Shapes of
-prediction and target that broadcast, targets that are all ignored, and targets of a single class are found as well.
+The targets are permuted among the samples. The loss must change, and the prediction must not change. The question also
+finds shapes of prediction and target that broadcast, targets that are all ignored, and targets of a single class.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 __all__ = ["QUESTION"]
 
-_MANY = 16  # samples of a single class that are no chance
+_MANY = 16  # this many samples of a single class are hardly chance
 _FLOATS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 
 
 def answer(bench: Bench) -> Answer:
-    """Exchange the targets among the samples, and compare shapes."""
+    """Permute the targets among the samples, and compare shapes."""
     found = bench.influences
     first = bench.first
     bad = next(filter(None, map(_of_call, first.losses)), None) or _of_broadcast(first)
@@ -45,7 +45,7 @@ def answer(bench: Bench) -> Answer:
 
 
 def _of_call(call: LossCall) -> Answer | None:
-    """Return what is wrong with the shapes or the values of a call, or None."""
+    """Return an answer if the shapes or the values of a loss call are wrong, otherwise None."""
     prediction, target = call.prediction, call.target
     if not call.has_classes and prediction.shape != target.shape and call.name != "cross_entropy":
         try:
@@ -98,7 +98,7 @@ def _leaked(found: Influences) -> Answer | None:
 def _idle(found: Influences) -> Answer | None:
     """Return an answer if a tensor that looks like a target has no influence."""
     rows = rows_of(found.batch)
-    # A square prediction compares the samples with each other.
+    # A square prediction compares samples with each other, so it needs no target.
     supervised = [each for each in found.base.losses if len({*each.prediction.shape[:2], rows}) > 1]
     tensors = named_tensors(found.batch)
     idle = [name for name in found.unused if _could_be_target(tensors[name], supervised)]

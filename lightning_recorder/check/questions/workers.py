@@ -1,7 +1,7 @@
 """Find workers that load the same samples.
 
-Each worker of a loader has a copy of an iterable data set. Unless it asks which worker it is, every sample is loaded
-once per worker.
+Each worker of a loader has a copy of an iterable data set. Unless the data set depends on the worker's number, every
+sample is loaded once per worker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MARKS = ("get_worker_info", "worker_id", "split_by_worker", "num_workers")
 
 
 def answer(bench: Bench) -> Answer:
-    """Look for the question of an iterable data set which worker it is in."""
+    """Check if the code of an iterable data set uses the number of its worker."""
     dataset, workers = getattr(bench.loader, "dataset", None), getattr(bench.loader, "num_workers", 0)
     if bench.loader is None or not isinstance(workers, int):
         raise NoAnswerError("the loader is none of torch")
@@ -39,7 +39,7 @@ def answer(bench: Bench) -> Answer:
 
 
 def _asks(dataset: Any) -> bool:
-    """Return True if the code of the data set or of one that it wraps mentions workers, or if it cannot be read."""
+    """Return True if the code of the data set, or of a wrapped data set, mentions workers or cannot be read."""
     if type(dataset).__module__.partition(".")[0] in (
         "torch",
         "torchdata",
