@@ -1,4 +1,4 @@
-"""Writers of records and graphs: to sinks, record files, dumps, pictures and the coverage report."""
+"""Write records and graphs to sinks, record files, dumps, pictures and the coverage report."""
 
 from lightning_recorder.outputs.coverage import Coverage
 from lightning_recorder.outputs.dump_folder import DumpFolder

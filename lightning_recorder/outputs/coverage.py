@@ -26,7 +26,7 @@ from lightning_recorder.taps import Site
 __all__ = ["Coverage", "with_gradients"]
 
 _NO_PART = "removed from the model, or replaced"
-_FEW = 3  # compiled functions that a reason names
+_FEW = 3  # the maximum number of compiled functions that a reason names
 
 # The reasons for a missing record, the most important ones first.
 _REASONS = (
@@ -63,16 +63,16 @@ class Coverage:
     trained: Collection[str] = ()  # the names of the modules that own a parameter with a gradient
     of: str = "activations"  # the kind of tensors: ``"activations"``, ``"gradients"`` or ``"parameters"``
     tensors: Collection[str] = ("outputs",)  # the recorded tensors of modules: ``"inputs"``, ``"outputs"`` or both
-    parts: Collection[str] = ()  # the recorded parts of parameters, such as ``"gradients"``
+    parts: Collection[str] = ()  # the recorded tensors of parameters, such as ``"gradients"``
     # True if the modules were selected by default. Loss modules that are never called are then not listed as missing.
     is_default: bool = False
     state_bytes: int = 0  # the size of the states on the devices, in bytes
     ran_eagerly: Collection[str] = ()  # the names of the compiled functions that ran eagerly because they were recorded
     compiled_calls: Collection[str] = ()  # the names of the compiled functions that ran while the hooks were registered
-    # How compiled modules are recorded: ``"inside"``, or ``"eager"``, which a colon and the reason may follow. Empty if
-    # there are none, or if that is not chosen.
+    # How compiled modules are recorded: ``"inside"`` or ``"eager"``, sometimes followed by a colon and the reason.
+    # Empty without compiled modules, or if they are skipped.
     compiled: str = ""
-    # the part of the model in which no torch functions were recorded, with the reason; empty if there is none
+    # the part of the model in which torch functions could not be recorded, with the reason; empty if there is none
     unseen_functions: str = ""
 
     @property
@@ -161,7 +161,7 @@ class Coverage:
         return "never called: no recorded step called it"
 
     def _shares_parameters_with(self, name: str) -> str:
-        """Return the first other module that shares parameters with this one, if others explain all gradients."""
+        """Return the first other module that shares a parameter, if other modules explain all gradients of this one."""
         own = {id(each) for _, each in own_parameters(self.modules[name]) if each.requires_grad}
         found = ""
         # A selected module that was not called explains no gradients. Nothing is known about modules that are not
@@ -217,7 +217,7 @@ class Coverage:
     def _missing_parameter_reason(self, name: str) -> str:
         parameters = [parameter for _, parameter in own_parameters(self.modules[name])]
         if not any(parameter.requires_grad for parameter in parameters):
-            # A layer of Keras has its seed and its running statistics as parameters; a frozen one is not trainable.
+            # Keras layers store their seed and running statistics as parameters. Frozen layers are not trainable.
             is_state = stored_attribute(self.modules[name], "_trainable") is True
             if is_state or not any(each.dtype.is_floating_point or each.dtype.is_complex for each in parameters):
                 return "state: its own parameters are none that a gradient moves, such as a seed"

@@ -17,13 +17,13 @@ from lightning_recorder.sinks import Sink
 
 __all__ = ["DumpContent", "DumpFolder"]
 
-_ROWS = 20  # of the Markdown table of dumps
-_ABOUT_BYTES = 400  # an estimate for the names of a tensor in a dump and in the manifest
+_ROWS = 20  # the maximum number of rows in the Markdown table of dumps
+_ABOUT_BYTES = 400  # the estimated size of the entries of a tensor in a dump and in the manifest
 
 
 @dataclass(frozen=True)
 class DumpContent:
-    """The tensors of one dump, with what its manifest says about them."""
+    """The tensors of one dump, and the data for its line in the manifest."""
 
     step: int
     epoch: int
@@ -34,16 +34,16 @@ class DumpContent:
 
 
 class DumpFolder:
-    """Write the dumps of a recorder to a folder of the run or next to checkpoints.
+    """Writes the dumps of a recorder to a folder of the run or next to checkpoints.
 
     Args:
         label: The first part of the file names ``<label>-step=<step>.safetensors``, and the middle part of
             ``<checkpoint>.<label>.safetensors``.
         group: The kind of recorded tensors, for the manifest.
         directory: The folder of the run. Without one, dumps are only written next to checkpoints.
-        rank: The rank of this process. The file names of all ranks but the first contain it.
-        max_total_bytes: The maximum size of the dumps in the folder, in bytes. When it is reached, one warning says so.
-            Dumps next to checkpoints do not count, because they are removed with them.
+        rank: The rank of this process. File names contain the rank, except on the first rank.
+        max_total_bytes: The maximum size of the dumps in the folder, in bytes. One warning is given when it is reached.
+            Dumps next to checkpoints do not count, because they are removed together with the checkpoints.
         upload: A sink that receives each dump if it supports files, and a table of the dumps if it supports text.
         max_upload_bytes: The maximum number of bytes to upload.
         name: The name of the recorder in warnings.
@@ -154,7 +154,7 @@ class DumpFolder:
 
     @property
     def is_full(self) -> bool:
-        """True if a dump was skipped because of a limit or by the disk, which causes a warning."""
+        """True if a dump was skipped because of a size limit or a full disk. A warning was then given."""
         return bool({"total", "disk"} & self._warned)
 
     def _upload_dump(self, sink: Sink, path: Path, size: int, content: DumpContent, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""The choice of what is dumped and when: statistics and captured tensors, next to checkpoints or in a folder."""
+"""Choose which statistics and captured tensors are dumped, and when: next to checkpoints or to a folder."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ class Event:
 
 
 class StatisticsDumps(RecordConsumer):
-    """Dump the statistics of records.
+    """Dumps the statistics of records.
 
     Args:
-        at: The times of the dumps, some of ``DUMP_TIMES``. Dumps at checkpoints and at the end of epochs contain the
+        at: The times of the dumps, any of ``DUMP_TIMES``. Dumps at checkpoints and at the end of epochs contain the
             latest record.
         event: A condition. A record is also dumped if any of its sites meets it.
     """
@@ -109,7 +109,7 @@ class StatisticsDumps(RecordConsumer):
 
     @property
     def has_event(self) -> bool:
-        """True if records may be dumped because of their statistics."""
+        """True if there is a condition on the statistics of records."""
         return self._event is not None
 
     def begin(self, folder: DumpFolder) -> None:
@@ -121,7 +121,7 @@ class StatisticsDumps(RecordConsumer):
         self.folder = self._latest = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "folder": None, "_latest": None}  # these belong to the run
+        return {**self.__dict__, "folder": None, "_latest": None}  # the folder and the latest record belong to a run
 
     @override
     def on_record(self, found: Table) -> None:
@@ -181,7 +181,7 @@ def _content(found: Table, entries: Mapping[str, object] | None = None) -> DumpC
 TENSOR_DUMP_TIMES = ("checkpoints", "steps", "epochs")
 """The times at which tensors can be dumped."""
 
-_WAITING = 2  # the number of captured steps that may wait; then the training waits, because memory is bounded
+_WAITING = 2  # the maximum number of waiting captured steps; with more, the training waits, to bound the memory
 
 
 @dataclass(frozen=True)
@@ -192,11 +192,11 @@ class _Step:
 
 
 class TensorDumps:
-    """Write captured tensors.
+    """Writes captured tensors.
 
     Args:
         folder: The folder of the dumps.
-        at: The times of the dumps, some of ``TENSOR_DUMP_TIMES``. Dumps at checkpoints and at the end of epochs contain
+        at: The times of the dumps, any of ``TENSOR_DUMP_TIMES``. Dumps at checkpoints and at the end of epochs contain
             the tensors of the latest captured step.
         event: A condition. A step is also dumped if the statistics of any of its tensors meet it.
         buffers: The pool that receives the memory of the written tensors.
@@ -204,8 +204,8 @@ class TensorDumps:
         strict: Raise errors.
 
     Note:
-        Captured tensors stay on their device until they are written. While one step is written, two may wait, and
-        handing over another one blocks. The latest step is also kept, on the CPU.
+        Captured tensors stay on their device until they are written. While one step is written, two more may wait;
+        :meth:`add` then blocks. The latest step is also kept on the CPU.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class TensorDumps:
         self._latest: _Step | None = None
         self._failed = self._has_warned = False
         self.steps = self.tensors = 0
-        """The number of captured steps, and the number of their tensors."""
+        """The number of captured steps, and the number of captured tensors."""
 
     def add(self, step: int, epoch: int, captured: Captured) -> None:
         """Queue the tensors of a step."""
@@ -241,7 +241,7 @@ class TensorDumps:
 
     @property
     def failed(self) -> bool:
-        """True if no more dumps are written because of an error, which causes a warning."""
+        """True if no more dumps are written because of an error. A warning was then given."""
         return self._failed
 
     def _write_step(self, latest: _Step) -> None:

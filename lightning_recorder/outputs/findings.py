@@ -1,4 +1,4 @@
-"""The findings of a run while it is recorded: reported when they appear, and listed when the run ends."""
+"""Find and report findings while a run is recorded, and list them when the run ends."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ __all__ = ["REPORT", "ExaminedRecords", "RunFindings"]
 REPORT = "report.html"
 
 _MOST_LISTED = 3
-_SHARE = 0.02  # of the time of the fit, for the report
-_REPORT_S = 0.5  # of a short run, with the import of its code
-_REPORT_S_PER_BYTE = 1 / 20e6  # of the record files
-_FIRST_CHECK = 5  # records of each recorder
-_GROWTH = 2  # of the number of records between two checks, so that checks take a bounded part of the time
+_SHARE = 0.02  # the maximum time for writing the report, as a share of the time of the fit
+_REPORT_S = 0.5  # the time for the report of a short run, including the import of its code
+_REPORT_S_PER_BYTE = 1 / 20e6  # the additional time for the report per byte of the record files
+_FIRST_CHECK = 5  # the number of records of each recorder before the first check
+_GROWTH = 2  # from check to check, the number of records grows by this factor, which bounds the time for checks
 _LASTING = frozenset(rule.name for rule in RULES if rule.is_lasting)
 _NOT_FINITE = ("nan_count", "inf_count")
 
@@ -55,10 +55,10 @@ _NOT_FINITE = ("nan_count", "inf_count")
 class RunFindings:
     """The findings from the records of all recorders of a run.
 
-    The records are checked after five records of each recorder, when their number has doubled, and soon after the
-    first NaN or infinity. A finding that may settle is logged once it is in two checks in a row. When the last recorder
-    has ended, the verdict and the findings are logged and written to ``findings.json``, with what could not be
-    examined. An error in here gives one warning.
+    The records are checked after five records of each recorder, whenever their number has doubled, and soon after the
+    first NaN or infinity. A finding that may be temporary is logged only after two checks in a row. When the last
+    recorder has ended, the verdict and the findings are logged and written to ``findings.json``, together with a list
+    of what could not be examined. An error in this class gives one warning.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class RunFindings:
         self._open: set[str] = set()
         self._groups: dict[str, str] = {}
         self._steps: dict[str, int] = {}  # the last step of each recorder
-        self._reasons: dict[str, Any] = {}  # why recorders have no records, as in a receipt
+        self._reasons: dict[str, Any] = {}  # the reasons why recorders have no records, in the format of a receipt
         self._waits: dict[str, Callable[[], object]] = {}
         self._are_files_complete = directory is not None
         self._continues = False
@@ -95,13 +95,13 @@ class RunFindings:
         self._watched: list[Finding] = []
         self._data: DataFacts | None = None
         self._current: list[Finding] = []
-        self._current_of = (0, 0)  # the numbers of records and of watched findings that they are from
-        self._diagnosis: Diagnosis | None = None  # when the run has ended
+        self._current_of = (0, 0)  # the numbers of records and of watched findings at the time of the last ``current``
+        self._diagnosis: Diagnosis | None = None  # set when the run has ended
         self.named: frozenset[str] = frozenset()
-        """The modules that findings name, without notes, as of the last check or of :meth:`catch_up`."""
+        """The modules that findings name, except notes, as of the last check or of :meth:`catch_up`."""
 
     def __contains__(self, label: object) -> bool:
-        """Return True if a recorder of that label has begun."""
+        """Return True if a recorder with this label has begun."""
         return label in self._groups or label in self._joined
 
     def begin(
@@ -119,10 +119,10 @@ class RunFindings:
         Args:
             label: The label of the recorder.
             group: The kind of tensors.
-            has_file: True if its records are written to a file.
-            wait: A function that waits until its queued records are written.
-            report: Write ``report.html`` at the end; ``None`` if it takes little of the time of the fit. True of any
-                recorder comes before False, and False before ``None``.
+            has_file: True if the records of this recorder are written to a file.
+            wait: A function that waits until the queued records of this recorder are written.
+            report: Write ``report.html`` at the end. ``None`` writes it if this takes little of the time of the fit.
+                If recorders differ, True takes precedence over False, and False over ``None``.
             ignored: The names of the rules to leave out, for all recorders.
         """
         self._open.add(label)
@@ -136,36 +136,36 @@ class RunFindings:
         return ExaminedRecords(self, label, group)
 
     def join(self, label: str) -> None:
-        """Begin a recorder that reports findings of its own, and no records."""
+        """Begin a recorder that reports its own findings and has no records."""
         self._open.add(label)
         self._joined.add(label)
 
     def catch_up(self) -> None:
-        """Examine the queued records of all recorders, so that those that end first show what the others find.
+        """Examine the queued records of all recorders, so that recorders that end first know all findings.
 
-        Call this when the training has ended, from a thread that writes no records.
+        Must be called after the training, from a thread that writes no records.
         """
         for label in self._open & self._waits.keys():
             self._waits[label]()
         self.named = frozenset(each.layer for each in self.current()) - {""}
 
     def current(self) -> list[Finding]:
-        """Return the findings so far, without notes; none after an error."""
+        """Return the findings so far, without notes. Empty after an error."""
         with self._lock:
-            if self._current_of != (self._records, len(self._watched)):  # the recorders all ask at the end
+            if self._current_of != (self._records, len(self._watched)):  # cached, since all recorders ask at the end
                 self._current = []
                 self._contained(lambda: self._current.extend(self._examined().bad))
                 self._current_of = self._records, len(self._watched)
             return list(self._current)
 
     def set_data(self, data: DataFacts) -> None:
-        """Set what is known about the samples of the batches."""
+        """Set the facts about the samples of the batches."""
         with self._lock:
             self._data = data
             self._current_of = (0, 0)
 
     def report(self, finding: Finding) -> None:
-        """Add a finding that is not derived from records, and log it. A finding like an earlier one replaces it."""
+        """Add a finding that is not derived from records, and log it. It replaces an earlier one of the same kind."""
         with self._lock:
             self._contained(partial(self._report, finding))
 
@@ -189,18 +189,19 @@ class RunFindings:
         self._write(self._examined())
 
     def note_step(self) -> None:
-        """Note that a step was trained, so that the fit ends with a verdict even if nothing is recorded."""
+        """Record that a step was trained, so that the fit ends with a verdict even if nothing is recorded."""
         self._has_steps = True
 
     def add(self, record: Table) -> None:
-        """Examine a record. Called in the writing threads."""
+        """Examine a record. Called in the writer threads."""
         with self._lock:
             self._contained(partial(self._add, record))
 
     def end(self, label: str, sink: Sink | None, why: str = "") -> bool:
-        """End the records of a recorder; after the last one, report the findings and return True.
+        """End the records of a recorder. After the last recorder, report the findings and return True.
 
-        ``why`` is the reason why it has no records, or no more from some step on. The receipt of the run keeps it.
+        ``why`` is the reason why the recorder has no records, or no records after some step. It is kept in the receipt
+        of the run.
         """
         with self._lock:
             self._open.discard(label)
@@ -208,13 +209,13 @@ class RunFindings:
                 self._contained(partial(self._keep_reason, label, why))
             if self._open:
                 return False
-            is_report_due = self._is_report_due()  # of the time of the fit, without what follows
+            is_report_due = self._is_report_due()  # decided now, so that the time of the examination does not count
             self._contained(partial(self._finish, sink))
             report = self._write_report() if is_report_due else None
             if self._diagnosis is not None:
                 self._log(self._conclusion(self._diagnosis, report))
             if self._run is not None:
-                self._run = Run(self._run.name, self._run.directory)  # without the records that were read
+                self._run = Run(self._run.name, self._run.directory)  # frees the records that were read
             return True
 
     def _keep_reason(self, label: str, why: str) -> None:
@@ -245,7 +246,7 @@ class RunFindings:
         self._records += 1
         self._last_step = max(self._last_step, step)
         if not self._was_bad and bool((record.part(None, _NOT_FINITE) > 0).any()):
-            # The other recorders' records of the step may be needed to name the module.
+            # The records of other recorders for this step may be needed to name the module.
             self._was_bad = True
             self._due = min(self._due, self._records + len(self._groups))
         if self._records >= self._due and (is_in_step or self._records >= 2 * self._due):
@@ -253,9 +254,9 @@ class RunFindings:
             self._check()
 
     def _is_in_step(self, recorder: str, step: int) -> bool:
-        """Return True if the records of all recorders have come up to about the same step.
+        """Return True if the records of all recorders have reached about the same step.
 
-        Recorders join records before they are written, so those of one recorder may be ahead of the others.
+        Recorders write several records together, so one recorder may be ahead of the others.
         """
         others = [self._steps.get(label, -1) for label in self._open - self._joined if label != recorder]
         before = self._steps.get(recorder, -1)
@@ -274,14 +275,14 @@ class RunFindings:
 
     def _say(self, finding: Finding, step: int) -> None:
         """Log a finding once."""
-        # The watch and the records name the same ranks by other parameters, and one finding joins both.
+        # The watch and the records may name different parameters for the same ranks. One finding covers both.
         key = (finding.rule, "", "") if finding.rule == RANKS_DIFFER else _key(finding)
         if key not in self._said:
             self._said.add(key)
             self._log(f"Found at step {step}: {finding.line}")
 
     def _examined(self) -> Diagnosis:
-        # The graph and the receipt change during the run. A resumed run has the graph of the first one.
+        # The graph and the receipt change during the run. A resumed run uses the graph of the first run.
         run, graph = self._run, self._graph()
         if run is not None and graph is not None:
             run.set_graph(graph)
@@ -291,7 +292,8 @@ class RunFindings:
         return examine(self._history, graph, facts)
 
     def _finish(self, sink: Sink | None) -> None:
-        # Only the files have the records before a resumption, and a fixed order of several recorders of one group.
+        # Records from before a resumption are only in the files. Only files give several recorders of one group a fixed
+        # order.
         has_several = len(set(self._groups.values())) < len(self._groups)
         run = self._run
         in_files = run is not None and self._are_files_complete and (self._continues or has_several)
@@ -300,14 +302,14 @@ class RunFindings:
             read = diagnose(run, self._ignored)
             found = Diagnosis(with_watched(read.findings, self._watched), read.gaps)
         if not found.bad and not (self._records or self._has_steps or self._watched):
-            return  # no step was trained, which the recorders report
+            return  # no step was trained, and the recorders report this
         self._diagnosis = found
         self._write(found)
         if sink is not None and (found.bad or found.open):
             sink.write_text(self._last_step, {"recorder/findings": _markdown(found)})
 
     def _conclusion(self, found: Diagnosis, report: Path | None) -> str:
-        """Return the last message of a fit: the findings, or that there are none, and the ways to see more."""
+        """Return the last message of a fit: the findings or a healthy verdict, and the commands to see more."""
         run, see = self._run, []
         if run is not None:
             path = shlex.quote(_shown(run.log_dir))
@@ -329,7 +331,7 @@ class RunFindings:
         return "\n".join([title, *(f"  {line}" for line in lines)])
 
     def _write_report(self) -> Path | None:
-        """Write the page of the run, and return its path. The files of the recorders are complete."""
+        """Write the page of the run, and return its path. Called when the files of the recorders are complete."""
         run = self._run
         if run is None:
             return None
@@ -355,7 +357,7 @@ class RunFindings:
         return any(asked) if asked else _report_s(self._run) <= _SHARE * (self._clock() - self._began)
 
     def _why_no_report(self) -> str:
-        """Return why a page that a recorder asks for is not written; nothing if a warning has said so."""
+        """Return the reason why a requested page is not written, or an empty string if a warning has given it."""
         if not any(self._report_wanted) or self._run is None or not self._records or self._are_files_complete:
             return ""
         return "a recorder has records=False; remove this setting to get it"
@@ -388,14 +390,14 @@ class ExaminedRecords(RecordConsumer):
             return
         table = found.take(found.schema.order_of(self._group))
         table = table.having(about={**found.about, "group": self._group, "recorder": self._label})
-        self._findings.add(table.in_order(calls_of(table)))  # which may differ from the order of the first record
+        self._findings.add(table.in_order(calls_of(table)))  # the order of calls may differ from the first record
 
 
 def _report_s(run: Run) -> float:
-    """Return about how many seconds it takes to write the page."""
+    """Return the estimated time for writing the page, in seconds."""
     graph = run.directory / "graph.json"
     size = sum(path.stat().st_size for path in (run.directory / RECORDS).glob("*.jsonl"))
-    size += 4 * graph.stat().st_size if graph.exists() else 0  # a byte of it takes longer to read
+    size += 4 * graph.stat().st_size if graph.exists() else 0  # the graph takes longer to read per byte
     return _REPORT_S + size * _REPORT_S_PER_BYTE
 
 
@@ -404,7 +406,7 @@ def _key(finding: Finding) -> tuple[str, str, str]:
 
 
 def _shown(path: Path) -> str:
-    """Return the path relative to the current folder if it is inside of it."""
+    """Return the path relative to the current folder if the path is inside this folder."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 

@@ -1,4 +1,4 @@
-"""The formatter that turns a record into tagged sink values."""
+"""Convert records into tagged values for sinks."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ COMPARED = ("rms", "min", "max", "zero_fraction", "nan_count", "inf_count", "upd
 """The statistics by which modules are compared."""
 
 _RESERVE = 4  # a quarter of the tags is reserved for modules that become unusual later
-_BY_FAR = 2.0  # twice the degree from which on a module stands out
-_REMEMBERED = 8  # records that are compared with the latest one
+_BY_FAR = 2.0  # twice the degree at which a module stands out
+_REMEMBERED = 8  # the number of records that are compared with the latest one
 
-# By default, everything is shown if a recorder has at most this number of tags. Otherwise a page is slow and the user's
-# own metrics are lost in it, so that only a selection is shown: the heat maps and the record files have the rest.
+# By default, everything is shown if a recorder has at most this number of tags. With more tags, a page would be slow
+# and hide the user's own metrics, so only a selection is shown. Heat maps and record files have the rest.
 _WHOLE = 400
 _SELECTION = 75
 
 
 class TagBudget:
-    """Choose whole modules so that the tags of all their sites do not exceed a limit.
+    """Chooses whole modules so that the tags of all their sites do not exceed a limit.
 
-    Modules that findings name come first. Those with unusual statistics follow (see
-    :func:`~lightning_recorder.insight.unusual.unusualness`): values that are not finite, nearly all zeros, or a size
-    far from that of the neighboring or equal modules or from their own past. The others are spread evenly over the
-    model. A quarter of the tags is reserved for modules that become unusual in a later record, which are shown from
-    that record on. A module that is shown stays shown.
+    Modules that findings name are chosen first. Modules with unusual statistics follow (see
+    :func:`~lightning_recorder.insight.unusual.unusualness`): with values that are not finite, with nearly all zeros, or
+    with a scale far from neighboring modules, equal modules or their own past. The remaining modules are chosen evenly
+    over the model. A quarter of the tags is reserved for modules that become unusual in a later record. A module that
+    is shown once stays shown.
 
     Args:
-        max_tags: The maximum number of tags. By default, all modules are shown if they have at most 400 tags. Otherwise
-            the budget :attr:`is_brief`: at most 75 tags of the main statistics are shown, and parameters are chosen
-            one by one instead of with their modules.
+        max_tags: The maximum number of tags. By default, all modules are shown if they have at most 400 tags. With more
+            tags, :attr:`is_brief` becomes True: at most 75 tags of the main statistics are shown, and parameters are
+            chosen individually instead of with their modules.
         name: The name of the recorder in messages.
-        stages: The number of stages with tags of their own.
-        log: A callback that receives the message that only a selection is shown, if ``max_tags`` was not given.
+        stages: The number of stages that have their own tags.
+        log: A callback for the message that only a selection is shown. Called only if ``max_tags`` was not given.
     """
 
     def __init__(
@@ -65,21 +65,21 @@ class TagBudget:
         self._is_given = max_tags is not None
         self._log, self._name, self._stages = log, name, max(1, stages)
         self._past: deque[tuple[tuple[Site, ...], Floats]] = deque(maxlen=_REMEMBERED)
-        self._sites: dict[Site, int] = {}  # the shown sites with their number of tags
+        self._sites: dict[Site, int] = {}  # the shown sites with their numbers of tags
         self._shown: set[str] = set()
         self._left_out: set[str] = set()
         self._refused: dict[str, bool] = {}
-        """The unusual modules that did not fit; True if the whole reserve was open to them."""
+        """The unusual modules that did not fit; True if a module could have used the whole reserve."""
         self._has_warned = False
         self.degrees: dict[Site, float] = {}
         """The degrees of the sites that stand out, from the latest call of :meth:`unusual`."""
         self.named: Set[str] = frozenset()
-        """The modules that findings name, which come first."""
+        """The modules that findings name. They are chosen first."""
         self.has_curve_of_each = False
-        """True if each module has a curve, whether or not it is shown. Only messages depend on it."""
+        """True if each module has a curve, even if the module is not chosen. Only messages depend on this."""
 
     def clear(self) -> None:
-        """Discard the choice, for another run."""
+        """Discard the choice before another run."""
         self._sites.clear()
         self._shown.clear()
         self._left_out.clear()
@@ -91,8 +91,8 @@ class TagBudget:
             self.max_tags, self.is_brief = _WHOLE, False
 
     def shorten(self, found: Mapping[Site, object], tags_of: Callable[[Site], int]) -> None:
-        """Become brief if no limit was given and the sites of a record have too many tags."""
-        if self._is_given or self.is_brief or self._sites.keys() >= found.keys():  # the last in nearly all records
+        """Set :attr:`is_brief` if no limit was given and the sites of a record have too many tags."""
+        if self._is_given or self.is_brief or self._sites.keys() >= found.keys():  # the last is the usual case
             return
         if self._stages * sum(map(tags_of, found)) > _WHOLE:
             self.is_brief, self.max_tags = True, _SELECTION
@@ -102,17 +102,20 @@ class TagBudget:
             self._left_out |= {self.key(site) for site in shown}
 
     def has_room_for_curves(self, modules: int) -> bool:
-        """Return True if each of so many modules may have a curve beside a brief selection."""
+        """Return True if each of this number of modules may have a curve in addition to a brief selection."""
         return self.is_brief and self._stages * modules <= _WHOLE
 
     def key(self, site: Site) -> str:
-        """Return what is shown as a whole: a module or, in a brief selection, a parameter, as ``fc weight``."""
+        """Return the name of the unit that is shown as a whole: the module, or with :attr:`is_brief` the parameter.
+
+        A parameter has the form ``fc weight``.
+        """
         path = site.path.removesuffix(".grad")
         return f"{site.name} {path}" if self.is_brief and not path.startswith("out") else site.name
 
     def state_dict(self) -> dict[str, Any]:
         """Return the choice, for a checkpoint."""
-        shown = [[*site, tags] for site, tags in list(self._sites.items())]  # copied, another thread may add sites
+        shown = [[*site, tags] for site, tags in list(self._sites.items())]  # a copy: another thread may add sites
         return {"shown": shown, "left_out": sorted(self._left_out)} if self._left_out else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -131,13 +134,13 @@ class TagBudget:
         tags_of: Callable[[Site], int],
         unusual: Mapping[str, float] | None = None,
     ) -> Collection[Site]:
-        """Return the sites of the chosen modules, in which a look-up takes the same time for any number of them."""
+        """Return the sites of the chosen modules, as a collection with constant look-up time."""
         modules: dict[str, list[Site]] = {}
         for site in found:
             modules.setdefault(self.key(site) if self.is_brief else site.name, []).append(site)
         tags = {site: self._stages * tags_of(site) for site in found}
         for name, sites in modules.items():
-            if name in self._shown:  # it may have new sites
+            if name in self._shown:  # the module may have new sites
                 self._add(sites, tags)
         new = [name for name in modules if name not in self._shown and name not in self._left_out]
         if (
@@ -148,7 +151,7 @@ class TagBudget:
                 self._show(modules[name], tags)
             return found
         if unusual is None:
-            if isinstance(found, Table):  # the objects of thousands of sites would also wake the garbage collector
+            if isinstance(found, Table):  # creating objects for thousands of sites would trigger the garbage collector
                 values = found.part(None, COMPARED)
             else:
                 values = np.array([[seen.scalars.get(name, np.nan) for name in COMPARED] for seen in found.values()])
@@ -158,7 +161,7 @@ class TagBudget:
         return dict.fromkeys(site for site in found if site in self._sites)
 
     def unusual(self, sites: tuple[Site, ...], values: Floats) -> dict[str, float]:
-        """Return the degrees of the modules with unusual statistics, the most unusual first; once for each record."""
+        """Return the degrees of modules with unusual statistics, the largest first. Call this once for each record."""
         steps = [before for known, before in self._past if known == sites] + [values]
         self._past.append((sites, values))
         table = np.stack(steps, axis=-1)
@@ -174,7 +177,7 @@ class TagBudget:
         return most
 
     def may_show(self, unusual: Mapping[str, float]) -> bool:
-        """Return False if all of these modules are shown or did not fit before."""
+        """Return False if each of these modules is already shown or did not fit before."""
         return any(
             name not in self._shown and not self._refused.get(name, degree < _BY_FAR and name in self._refused)
             for name, degree in unusual.items()
@@ -182,7 +185,7 @@ class TagBudget:
 
     @property
     def size(self) -> int:
-        """The number of sites that are shown."""
+        """The number of shown sites."""
         return len(self._sites)
 
     @property
@@ -204,7 +207,7 @@ class TagBudget:
         room = (without_reserve if is_first else self.max_tags) - self._used
         self._refused.clear()  # the number of tags of a module may have changed
         for name, degree in unusual.items():
-            # Half of the reserve of a short selection waits for modules that stand out by far.
+            # Half of the reserve of a brief selection is kept for modules that stand out by far.
             kept = self.max_tags // _RESERVE // 2 if self.is_brief and degree < _BY_FAR and not is_first else 0
             if name not in self._shown and cost[name] <= room - kept:
                 self._show(modules[name], tags)
@@ -260,7 +263,7 @@ class TagBudget:
 
 
 def _evenly_spaced(names: Sequence[str], costs: Sequence[int], room: int) -> list[str]:
-    """Return evenly spaced modules, as many as fit into the room."""
+    """Return as many evenly spaced modules as fit into the remaining number of tags."""
     for count in range(min(len(names), max(0, room) // max(1, min(costs, default=1))), 0, -1):
         places = [place * len(names) // count for place in range(count)]
         if sum(costs[place] for place in places) <= room:
@@ -268,33 +271,33 @@ def _evenly_spaced(names: Sequence[str], costs: Sequence[int], room: int) -> lis
     return []
 
 
-_ON_REQUEST = frozenset((*SHOWN_STATISTICS, *SETTINGS))  # all others are those of extra reductions
+_ON_REQUEST = frozenset((*SHOWN_STATISTICS, *SETTINGS))  # all other statistics come from extra reductions
 
 _BAD = ("nan_count", "inf_count")
 _RATIO = "update_ratio"
 
 
 class _Plan(NamedTuple):
-    """The tags of a record, and the places of their values in its table."""
+    """The tags of a record, and the indices of their values in the table."""
 
     schema: Schema
     lacking: NDArray[np.bool_] | None
     shown: NDArray[np.int64]
     scalar_tags: Sequence[str]
     scalar_places: tuple[NDArray[np.int64], NDArray[np.int64]]
-    """The rows and the columns of their values."""
+    """The rows and the columns of the scalars in the table."""
     tags: Mapping[Site, str]
-    """A tag of each site that is shown: its own or, if it has none, that of the site with the curve of its module."""
+    """A tag of each shown site. A site without its own tag has the tag of the curve of its module."""
     histogram_tags: Sequence[str]
     candidates: tuple[Site, ...]
     """The sites among which the budget chooses."""
     rows: NDArray[np.int64]
-    """Their rows."""
+    """The rows of the candidates in the table."""
     size: int
     """The number of sites that the budget showed."""
 
     def fits(self, found: Table, budget: TagBudget | None) -> bool:
-        """Return True if a table has the same sites and statistics and the budget shows the same sites."""
+        """Return True if a table has the same sites and statistics, and the budget shows the same sites as before."""
         if self.schema is not found.schema or (budget is not None and budget.size != self.size):
             return False
         if self.lacking is None or found.lacking is None:
@@ -303,37 +306,37 @@ class _Plan(NamedTuple):
 
 
 def _is_main(site: Site, sites: Collection[Site]) -> bool:
-    """Return True for outputs, parameters and their gradients, and False for updates and states of the optimizer."""
+    """Return True for outputs, parameters and their gradients, and False for updates and optimizer states."""
     of, _, last = site.path.rpartition(".")
     return last == "grad" or Site(site.name, of) not in sites
 
 
 def _module_of(site: Site) -> str:
-    """Return the module of a site, with the number of its call."""
+    """Return the module of a site, including the number of the call."""
     return site.name + split_call(site.path)[1]
 
 
-_DENSE = 16  # records; twice as many are written without a gap
+_DENSE = 16  # the number of histograms each time the number of records doubles; the first 32 records have all
 
 
 class SinkFormatter:
-    """Write records to a sink.
+    """Writes records to a sink.
 
     The tags are ``<group>/<module>/<statistic>``. The group of an evaluation ends with its stage, as in
     ``activations_validate``. With several data loaders, the tag ends with ``/dataloader_idx_<n>``, as in ``self.log``.
 
     By default, each module has one curve: the ``rms`` of its first output, or the ``update_ratio`` of its largest
-    parameter. With more than 400 modules, only a selection of them has one. The counts of NaN and infinities of a
-    shown site are written from the first record on in which it has any.
+    parameter. With more than 400 modules, only a selection of modules has a curve. The counts of NaN and infinities of
+    a shown site are written once the site has a NaN or an infinity.
 
     Args:
         group: ``"activations"``, ``"gradients"`` or ``"parameters"``.
         statistics: The scalars to show. Scalars of extra reductions are always shown.
-        curves: ``"main"`` shows one curve for each module instead of the default statistics of all sites; other
-            statistics were chosen by the user and are shown nevertheless. ``"all"`` shows all.
-        histograms: True to write histograms: those of the first 32 records of each stage, and then of fewer and fewer,
-            16 each time the number of records doubles. TensorBoard shows at most 51 of them, and histograms are most of
-            its file.
+        curves: ``"main"`` shows one curve for each module instead of the default statistics of all sites. Statistics
+            that the user chose are shown in any case. ``"all"`` shows all statistics.
+        histograms: True to write histograms for the first 32 records of each stage, and then less often: 16 times each
+            time the number of records doubles. TensorBoard shows at most 51 histograms of a tag, and histograms take
+            most of the space of its file.
         budget: A limit on the number of tags, which chooses the sites to write.
         numbered: Begin the name of each module in a tag with its position in the order of execution, as in
             ``activations/017_blocks.2.fc/rms``, because TensorBoard sorts tags.
@@ -355,9 +358,9 @@ class SinkFormatter:
         self._numbers: dict[str, str] | None = {} if numbered else None
         self._has_main_curves = curves == "main" and self.statistics == DEFAULT_STATISTICS
         self.nonfinite: set[Site] = set()
-        """The sites that have had NaN or infinities."""
+        """The sites that have had NaN or infinities in any record."""
         self.named: Callable[[], Set[str]] = frozenset
-        """Returns the modules that findings name so far, which are shown first."""
+        """A function that returns the modules named by findings so far. These modules are shown first."""
         self._plans: dict[tuple[str, int | None, bool], _Plan] = {}
         self._records: Counter[tuple[str, int | None]] = Counter()
         self._latest: tuple[Table, _Plan] | None = None  # the latest training record
@@ -373,18 +376,18 @@ class SinkFormatter:
             self._budget.clear()
 
     def _is_due(self, key: tuple[str, int | None]) -> bool:
-        """Return True if the histograms of a record of a stage and a loader are to be written."""
+        """Return True if the histograms of the next record of this stage and loader are written."""
         before = self._records[key]
         self._records[key] += 1
         return before % (1 << max(0, (before // _DENSE).bit_length() - 1)) == 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the modules that are shown and their numbers, for a checkpoint."""
+        """Return the shown modules and the numbers of modules, for a checkpoint."""
         shown = {} if self._budget is None else self._budget.state_dict()
         return {**shown, "numbers": dict(self._numbers)} if self._numbers else shown
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the modules that are shown and their numbers from a checkpoint."""
+        """Restore the shown modules and the numbers of modules from a checkpoint."""
         if self._numbers is not None:
             self._numbers = dict(state.get("numbers", {}))
         if self._budget is not None:
@@ -408,9 +411,9 @@ class SinkFormatter:
             self._latest = found, plan
 
     def finish(self, sink: Sink) -> None:
-        """Show the modules that findings name at the end of a run.
+        """Show all modules that findings name at the end of a run.
 
-        Those that are not shown yet have the values of the latest training record.
+        Modules that were not shown before get only the values of the latest training record.
         """
         latest, self._latest = self._latest, None
         if latest is None or not self.named():
@@ -423,7 +426,7 @@ class SinkFormatter:
             sink.write_scalars(found.step, RankedScalars(new, scalars.degrees, scalars.named))
 
     def _scalars(self, found: Table) -> tuple[dict[str, float], _Plan]:
-        """Return the scalars of a record, ranked if some modules are left out or named by findings."""
+        """Return the scalars of a record and its plan. Tags have ranks if modules are left out or named by findings."""
         names = self.named()
         if self._budget is not None:
             self._budget.named = names
@@ -432,7 +435,7 @@ class SinkFormatter:
         names = set(recorded(names, (site.name for site in plan.tags)).values()) if names else names
         named = list(dict.fromkeys(tag for site, tag in plan.tags.items() if site.name in names)) if names else []
         if self._budget is not None and not self._budget.is_complete:
-            # The sites that are shown are too few to compare them with each other alone.
+            # The shown sites are too few to be compared only with each other.
             degrees = self._budget.degrees
             known: dict[str, float] = {}
             for site, tag in plan.tags.items():
@@ -442,7 +445,7 @@ class SinkFormatter:
         return (RankedScalars(pairs, None, named) if named else dict(pairs)), plan
 
     def _plan(self, found: Table) -> _Plan:
-        """Return the tags of a record. They are the same in nearly all records of a stage."""
+        """Return the tags of a record. Nearly all records of a stage have the same tags, so they are cached."""
         is_new = self._note_nonfinite(found)
         key, budget = (found.stage, found.about["loader"], self._is_brief), self._budget
         plan = self._plans.get(key)
@@ -458,7 +461,7 @@ class SinkFormatter:
         return plan
 
     def _note_nonfinite(self, found: Table) -> bool:
-        """Note the sites with NaN or infinities. Return True if there is a new one."""
+        """Add the sites with NaN or infinities to :attr:`nonfinite`. Return True if there is a new one."""
         bad = np.flatnonzero(sum(found.column(name) for name in _BAD)) if len(found) else ()
         before = len(self.nonfinite)
         self.nonfinite.update(found.sites[row] for row in bad)
@@ -491,7 +494,7 @@ class SinkFormatter:
         return _Plan(found.schema, found.lacking, shown, *scalars, histograms, sites, rows, size)
 
     def _candidates(self, found: Table) -> list[int]:
-        """Return the rows of the sites that may be shown. Inputs of losses are in the records alone."""
+        """Return the rows of the sites that may be shown. The inputs of losses are only in the records."""
         rows = found.schema.losses[0].tolist()
         return [row for row in rows if not self._is_brief or _is_main(found.sites[row], found)]
 
@@ -507,7 +510,7 @@ class SinkFormatter:
         self._numbers |= {name: numbered(name, first + place, digits) for place, name in enumerate(new)}
 
     def _select(self, found: Table, unusual: Mapping[str, float] | None) -> NDArray[np.int64]:
-        """Return the rows of the sites that are shown."""
+        """Return the rows of the shown sites."""
         if self._budget is None or not found:
             return found.schema.losses[0]
         tags, was_brief = self._count_tags(found), self._is_brief
@@ -531,13 +534,13 @@ class SinkFormatter:
         return ("rms",) if self._is_of_parameters else ("rms", "zero_fraction")
 
     def _count_tags(self, found: Table) -> dict[Site, int]:
-        """Return the number of tags of each site that may be shown, if its values are finite."""
+        """Return the number of tags of each site that may be shown, assuming that its values are finite."""
         rows = self._candidates(found)
         leading = self._leading(found, rows)
         return {found.sites[row]: len(self._curves(found, row, leading)) + self.histograms for row in rows}
 
     def _curves(self, found: Table, row: int, leading: Mapping[str, int]) -> list[str]:
-        """Return the statistics to show of the site in a row whose values are finite."""
+        """Return the statistics to show for the site in a row, assuming that its values are finite."""
         names, main = found.names_of(row), self._main_statistics
         further = [name for name in names if name not in _ON_REQUEST]
         if self._has_main_curves:
@@ -548,12 +551,12 @@ class SinkFormatter:
         return list(dict.fromkeys([*(name for name in main if name in names), *further]))
 
     def _main_curve(self, found: Table, row: int) -> tuple[str, ...]:
-        """Return the statistic that is the curve of the site in a row, if it has it."""
+        """Return the statistic for the curve of the site in a row; empty if the site lacks this statistic."""
         names = found.names_of(row)
         return tuple(name for name in (_RATIO if _RATIO in names else "rms",) if name in names)
 
     def _curves_of_modules(self, found: Table) -> list[tuple[int, str]]:
-        """Return the rows and statistics of one curve of each module, if a selection leaves room for them."""
+        """Return the row and the statistic of one curve for each module, if the number of tags allows these curves."""
         if self._budget is None or not self._is_brief:
             return []
         leading = self._leading(found, self._candidates(found), _module_of).values()
@@ -563,7 +566,7 @@ class SinkFormatter:
     def _leading(
         self, found: Table, rows: Iterable[int], whole_of: Callable[[Site], str] | None = None
     ) -> dict[str, int]:
-        """Return the row, among some, with the curve of each module, or of what else has one."""
+        """Return, for each module or other unit with a curve, the row of the site that the curve shows."""
         if not self._has_main_curves:
             return {}
         whole_of = whole_of or self._whole_of
@@ -576,7 +579,7 @@ class SinkFormatter:
         return best
 
     def _rank(self, found: Table, row: int) -> tuple[int, ...]:
-        """Return the rank of a site among those of its module: the whole output, or the largest parameter, leads."""
+        """Return a sort key of a site within its module. The whole output, or the largest parameter, ranks first."""
         path, shape = found.sites[row].path, found.schema.shapes[row]
         if not self._is_of_parameters:
             inner, _ = split_call(path)
@@ -585,13 +588,13 @@ class SinkFormatter:
         return _RATIO in found.names_of(row), not dot, part == "grad", 0 if shape is None else math.prod(shape)
 
     def _whole_of(self, site: Site) -> str:
-        """Return what has one curve: a call of a module or, if parameters are chosen one by one, a parameter."""
+        """Return the unit that has one curve: a module call, or a parameter if parameters are chosen individually."""
         if self._budget is not None and self._budget.is_brief and self._is_of_parameters:
             return self._budget.key(site)
         return _module_of(site)
 
     def _write_overflow(self, sink: Sink, found: Table) -> None:
-        """Write the overflow locations of a step that the optimizer skipped. Its other statistics are meaningless."""
+        """Write the sites of an overflow in a skipped optimizer step. The other statistics have no meaning."""
         scalars = {f"{self._label}/overflow_steps": float(found.about["overflow_steps"])}
         for site, seen in found.without_bins().items():
             if any(seen.scalars[name] for name in _BAD):

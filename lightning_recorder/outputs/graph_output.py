@@ -1,4 +1,4 @@
-"""The files of a recorded graph, and its picture in the loggers."""
+"""Write a recorded graph to files, and its picture to the loggers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_recorder.temporary import write_bytes
 
 __all__ = ["GraphOutput"]
 
-# Upper bounds for a graph of 150 nodes: its document, one picture, and the scratch files of the renderer.
+# Upper bounds for a graph of 150 nodes: its document, one picture, and the temporary files of the renderer.
 _DOCUMENT_BYTES = 2**17
 _PICTURE_BYTES = 2**20
 _SCRATCH_BYTES = 2**20
@@ -26,10 +26,10 @@ _RETRY_S = 1.0
 
 
 class GraphOutput:
-    """Write a graph to a sink and to files, and draw its picture in a separate process.
+    """Writes a graph to a sink and to files, and draws its picture in a separate process.
 
-    Without a directory, no files are written. The formats are any of ``svg``, ``png`` and ``pdf``, and the sink, which
-    may be missing, receives the PNG. ``options`` are those of :class:`~lightning_recorder.graph.GraphPicture`. With
+    Without a directory, no files are written. The formats are any of ``svg``, ``png`` and ``pdf``. The sink, if there
+    is one, receives the PNG. ``options`` are passed to :class:`~lightning_recorder.graph.GraphPicture`. With
     ``strict``, errors are raised instead of warned about, unless the disk is full.
     """
 
@@ -49,16 +49,16 @@ class GraphOutput:
         self._formats, self._strict, self._options = formats, strict, options
         self._step = 0
         self._waiting: Graph | None = None  # the graph while its files are not complete
-        self._document = b""  # the text of its file, until that is written
+        self._document = b""  # the contents of the graph's file, until the file is written
         self._retry_s = 0.0
 
     @property
     def is_waiting(self) -> bool:
-        """True if the disk has refused a file of the graph, so that :meth:`retry` has to write it."""
+        """True if a file of the graph could not be written, so that :meth:`retry` must write it."""
         return self._waiting is not None
 
     def write(self, step: int, graph: Graph) -> None:
-        """Write the graph, and begin to draw its picture.
+        """Write the graph, and start drawing its picture.
 
         Raises:
             RenderError: If the picture cannot be drawn; only with ``strict``.
@@ -72,7 +72,7 @@ class GraphOutput:
             self.retry(at_once=True)
 
     def retry(self, *, at_once: bool = False) -> None:
-        """Write the files that the disk has refused, once per second or at once.
+        """Try again to write the files that failed, at most once per second, or immediately with ``at_once``.
 
         Raises:
             RenderError, OSError: If the picture cannot be drawn or a file not be written; only with ``strict``.

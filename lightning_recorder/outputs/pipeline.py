@@ -1,4 +1,4 @@
-"""The pipeline that summarizes and reports the records of a run."""
+"""The pipeline that computes and writes the statistics of the records of a run."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ __all__ = ["RecordConsumer", "RecordFile", "RecordPipeline"]
 class RecordConsumer(ABC):
     """A consumer of records and their statistics, called in the writer thread.
 
-    If it raises, it causes one warning and receives no further records. The run continues.
+    If a consumer raises an error, one warning is given, and the consumer receives no further records. The run
+    continues.
     """
 
     takes_samples: ClassVar[bool] = False
     """True to receive the records of the first batches of evaluations, too."""
     reports_divergence: ClassVar[bool] = False
-    """True if it reports ranks that differ, so that the pipeline gives no warning about them."""
+    """True if the consumer reports ranks that differ. The pipeline then gives no warning about them."""
 
     def __str__(self) -> str:
         """Return the name for warnings, such as ``"the file of records"``."""
@@ -69,16 +70,16 @@ class RecordConsumer(ABC):
         """Run at the end of the run."""
 
 
-# Records are joined for at most so long. A killed process loses the records that have not been written.
+# The maximum time that a record waits to be written together with others. A killed process loses the waiting records.
 _JOIN_S = 0.5
 # The limits of the memory of waiting records. The states of a site take 16 KB.
 _MOST_JOINED_BYTES = 2**23
-_MOST_ARRIVING_BYTES = 2**26  # of a record whose states are still on their way from a GPU
+_MOST_ARRIVING_BYTES = 2**26  # the limit for a record whose states are still being copied from a GPU
 _MOST_BATCHES = 4
 
 
 class _Batch:
-    """Records that are written together, with their facts and, if these are known, their statistics."""
+    """Records that are written together, with their facts and, once known, their statistics."""
 
     def __init__(self) -> None:
         self.records: list[tuple[Record, ReceiptFacts | None, Table | None]] = []
@@ -88,7 +89,7 @@ class _Batch:
 
 
 class RecordPipeline:
-    """Compute the statistics of records and write them in the background."""
+    """Computes the statistics of records and writes them in the background."""
 
     def __init__(
         self,
@@ -111,7 +112,7 @@ class RecordPipeline:
         self._name, self._log = name, log
         self._has_receipt = False
         self._directory: Path | None = None
-        # The facts of the latest record and what they were made of. They rarely change.
+        # A cache: the inputs of the facts of the latest record, and these facts. They rarely change.
         self._known: tuple[Coverage | None, Mapping[str, Any], Coverage] | None = None
         self._interval: int | None = None
         self._derive = derive
@@ -138,7 +139,7 @@ class RecordPipeline:
     def begin(
         self, sink: Sink | None, directory: Path | None, label: str, *, artifact_sinks: Sink | None = None
     ) -> None:
-        """Begin a run. The sink for its records must accept writes from any thread, unlike that for files."""
+        """Begin a run. ``sink`` must accept writes from any thread. ``artifact_sinks`` need not."""
         self._seal()
         self.sink, self.artifact_sinks, self.label = sink, artifact_sinks, label
         self._directory = directory
@@ -193,7 +194,7 @@ class RecordPipeline:
             facts = self._facts(run, run.recorder.take_traces())
         nbytes, found = record.snapshot.nbytes, None
         most = _MOST_JOINED_BYTES if record.snapshot.has_arrived else _MOST_ARRIVING_BYTES
-        if nbytes > most:  # many of these would wait, so the states are reduced to statistics at once
+        if nbytes > most:  # reduce the states to statistics at once, because waiting records would take much memory
             found = record.snapshot.statistics()
             record.snapshot.release()
         with self._lock:
@@ -211,7 +212,7 @@ class RecordPipeline:
             self._queue.raise_error()
 
     def _seal(self) -> None:
-        """Let no further record join the batch that is waiting, and write it without a delay."""
+        """Close the waiting batch of records, so that it is written without delay."""
         with self._lock:
             batch, self._open = self._open, None
         if batch is not None:
@@ -238,7 +239,7 @@ class RecordPipeline:
         return self._known[2], run.sampling, run.reduce
 
     def find_gradients(self) -> None:
-        """Note the modules whose parameters have a gradient now, for the first receipt."""
+        """Find the modules whose parameters have a gradient now, for the first receipt."""
         if not self._has_receipt and self.coverage is not None:
             trained = with_gradients(self.coverage.modules) | set(self.coverage.trained)
             self.coverage = self.coverage.having(trained=trained)
@@ -291,7 +292,7 @@ class RecordPipeline:
         self._submit(partial(self.receipt.write, receipt))
 
     def _write_batch(self, batch: _Batch) -> None:
-        """Write the records that have joined a batch. Dense records are joined, which costs much less for each."""
+        """Write the records of a batch. Writing frequent records together costs much less for each record."""
         delay_s = self._written_s + _JOIN_S - time.monotonic()
         if delay_s > 0 and not self._strict and batch.thread != threading.get_ident():
             batch.is_sealed.wait(delay_s)
@@ -303,7 +304,7 @@ class RecordPipeline:
             return
         before = self._written_bytes
         tables = list(self._tables(batch))
-        # On a disk that is nearly full, the events of many records would take the room of the record files.
+        # On a disk that is nearly full, the events of many records would take the space of the record files.
         joins = self._directory is None or fits(self._directory, 2 * _MOST_JOINED_BYTES)
         try:
             with self.sink.joined() if joins and self.sink is not None else nullcontext():
@@ -414,7 +415,7 @@ class RecordFile(RecordConsumer):
         self._settings = {} if settings is None else settings
         self._group = group
         self._has_begun = False
-        self._header_bytes = 0  # written once, so they are no part of the bytes per record
+        self._header_bytes = 0  # the header is written once, so it does not count in the bytes per record
         self._held: list[tuple[dict[str, Any], Table]] = []
 
     def __str__(self) -> str:
@@ -438,7 +439,7 @@ class RecordFile(RecordConsumer):
 
     @override
     def flush(self) -> None:
-        if self._held and not self._has_begun:  # with the first record, so that a run without any leaves no file
+        if self._held and not self._has_begun:  # the file begins with the first record: no file without records
             self._has_begun = True
             self._begin(settings=dict(self._settings))
             self._header_bytes = self._writer.written_bytes
@@ -447,7 +448,7 @@ class RecordFile(RecordConsumer):
 
 
 def _calls(calls: Mapping[Site, int], table: Table) -> dict[str, Any]:
-    """Return the number of tensors of each site, and their order if it is not that of the sites."""
+    """Return the number of tensors of each site, and the order of calls if it differs from the order of the sites."""
     if tuple(calls) == table.sites:  # the common case
         return {"calls": list(calls.values())}
     order = [table.rows[site] for site in calls if site in table]

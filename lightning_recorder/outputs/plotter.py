@@ -26,10 +26,10 @@ from lightning_recorder.taps import Site
 
 __all__ = ["DrawingTime", "Plotter"]
 
-_FIRST = 10  # records; then at twice as many, and so on, to limit the size of the event files
+_FIRST = 10  # plots are drawn after this number of records, then after twice as many, and so on, to limit event files
 
 _MOST_SITES = 1000
-_SHOWN_BYTES = 2**22  # of the pixels of images that are written together
+_SHOWN_BYTES = 2**22  # the maximum size of the pixels of images that are written together
 _PICTURE_BYTES = 20_000  # an initial estimate; a plot of 6 layers takes 5 to 10 KB, one of 100 layers up to 75 KB
 
 _HEAT_MAPS = {
@@ -38,7 +38,7 @@ _HEAT_MAPS = {
     "parameters": ("rms", "update_ratio"),
     "parameters_grad": ("rms",),
 }
-# For the choice of sites, and for the flow.
+# The statistics for the choice of sites and for the flow plot.
 _COMPARED = ("rms", "min", "max", "zero_fraction", "nan_count", "inf_count")
 
 
@@ -47,10 +47,10 @@ _FIRST_COST_S = 4.0  # an initial estimate, most of which is the import of torch
 
 
 class DrawingTime:
-    """The processor time that the pictures of a run may take: at most 2 % of the time since the run began.
+    """A limit on the processor time for the pictures of a run: at most 2 % of the time since the run began.
 
-    All recorders of a trainer share it. A drawing is allowed if the previous ones and its own expected time, which is
-    that of the previous one, are within the limit.
+    All recorders of a trainer share the limit. The expected time of a drawing is the time of the previous drawing. A
+    drawing is allowed if all previous drawings and the new one are expected to stay within the limit.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -59,10 +59,10 @@ class DrawingTime:
         self._lock = threading.Lock()
         self._expected_s = _FIRST_COST_S
         self.spent_s = 0.0
-        """The processor time of the drawings so far, with the expected time of those that are not finished."""
+        """The processor time of all drawings so far. Unfinished drawings count with their expected time."""
 
     def reserve(self) -> float | None:
-        """Return the expected time of another drawing, which counts as spent from now on; None if it is too much."""
+        """Reserve and return the expected time of another drawing, or return None if the limit does not allow it."""
         with self._lock:
             cost_s = self._expected_s
             if self.spent_s + cost_s > _SHARE * (self._clock() - self._began):
@@ -78,7 +78,7 @@ class DrawingTime:
 
 
 class _Started(NamedTuple):
-    """A drawing that another process makes."""
+    """A drawing in progress in another process."""
 
     process: DrawingProcess
     reserved_s: float
@@ -94,29 +94,30 @@ class _Rows(NamedTuple):
 
 
 class Plotter(RecordConsumer):
-    """Draw plots of the recorded history.
+    """Draws plots of the recorded history.
 
     The plots are drawn at the end of the run and, in a long run, after 10, 20, 40, … records, as far as
-    :class:`DrawingTime` allows. The drawings during a run are made by another process, whose start takes a few seconds
-    of processor time, so a run of less than two or three minutes has only those at its end.
+    :class:`DrawingTime` allows. During a run, another process draws the plots. Its start takes a few seconds of
+    processor time, so runs of less than two or three minutes have plots only at the end.
 
     Args:
         group: The kind of tensors: ``"activations"``, ``"gradients"`` or ``"parameters"``.
         tags: The first part of the tags, by default the group.
-        every: Draw after every ``every``-th record instead, in the thread that calls, whatever time it takes.
+        every: Draw after every ``every``-th record instead, in the calling thread and without a time limit.
         max_images: The maximum number of plots of single sites over time, and of pictures of statistics of more than
             one number.
-        statistics: The statistics to draw as heat maps, in addition to those of extra reductions. By default, a few.
+        statistics: The statistics to draw as heat maps, in addition to the statistics of extra reductions. By default,
+            a small selection.
         show: A callback that receives the step and the images by tag. It returns the number of bytes written, or None
             if they are not counted.
-        limit: The limit of the time for drawings, which other recorders may share.
-        findings: A function that returns the findings so far, which the plots mark.
+        limit: The time limit for drawings. Other recorders may share it.
+        findings: A function that returns the findings so far. The plots mark them.
 
     Note:
-        The history holds scalars for at most 256 records, evenly spaced, and for heat maps the values furthest from 0
-        of the others; see :class:`~lightning_recorder.plots.PlotHistory`. If there are more than 1,000 sites, more than
-        a plot has rows for, 1,000 are kept: those that stand out in the first record, and an even selection of the
-        others. Sites that stand out when plots are drawn are kept from then on.
+        The history holds the scalars of at most 256 evenly spaced records. For heat maps, it also keeps the values of
+        the other records that are furthest from 0; see :class:`~lightning_recorder.plots.PlotHistory`. A plot has at
+        most 1,000 rows. With more sites, 1,000 are kept: the sites that stand out in the first record, and an even
+        selection of the others. Sites that stand out when plots are drawn are kept from then on.
     """
 
     def __init__(
@@ -183,12 +184,12 @@ class Plotter(RecordConsumer):
 
     @property
     def _is_due(self) -> bool:
-        """True if plots are to be drawn after the next record."""
+        """True if plots are due after the next record."""
         records = self._records + 1
         return records >= self._due if self._every is None else records % self._every == 0
 
     def _places_in(self, schema: Schema, found: Table) -> Iterator[tuple[str, _Rows]]:
-        """Yield the plots with the places of their values; create the histories of new plots."""
+        """Yield each plot with the rows of its sites. Create the histories of new plots."""
         ordered = [schema.sites[row] for row in schema.order_of(self._group).tolist()]
         layers = [ordered[place] for place in np.flatnonzero(~are_of_losses(tuple(ordered)))]
         for part, sites in self._by_part(layers).items():
@@ -206,13 +207,13 @@ class Plotter(RecordConsumer):
             yield part, _Rows(kept, np.array([schema.rows[site] for site in kept], dtype=np.int64))
 
     def _statistics_of(self, part: str, columns: Sequence[str]) -> tuple[str, ...]:
-        """Return the statistics to draw as heat maps: those that the user asked for, and those of extra reductions."""
+        """Return the statistics to draw as heat maps: the requested ones, and those of extra reductions."""
         asked = self._statistics or _HEAT_MAPS[part]
         further = (name for name in columns if name not in (*SHOWN_STATISTICS, *SETTINGS))
         return tuple(dict.fromkeys((*asked, *further)))
 
     def _leave_out(self, sites: list[Site], found: Table, *, is_new: bool) -> None:
-        """Choose the sites to keep in the first record; later, keep those that stand out as well."""
+        """Choose the sites to keep at the first record. In later records, also keep sites that stand out."""
         rows = [found.rows[site] for site in sites]
         degrees = unusualness(sites, {name: found.column(name)[rows, None] for name in compared(_COMPARED)})
         if is_new:
@@ -261,7 +262,7 @@ class Plotter(RecordConsumer):
         return found
 
     def _start(self) -> None:
-        """Start to draw in another process, if the time allows."""
+        """Start to draw in another process, if the time limit allows it."""
         reserved_s = self._limit.reserve()
         if reserved_s is None:
             return
@@ -275,7 +276,7 @@ class Plotter(RecordConsumer):
         self._due = 2 * self._records
 
     def wait(self) -> None:
-        """Wait for the drawing that another process makes. The next record shows it."""
+        """Wait for the drawing in the other process. It is shown with the next record."""
         if self._started is not None:
             self._started.process.wait()
 
@@ -316,7 +317,7 @@ class Plotter(RecordConsumer):
     @override
     def finish(self) -> None:
         started, self._started = self._started, None
-        if started is not None:  # the last drawing shows more
+        if started is not None:  # discard the drawing in progress, because the last drawing shows more
             with suppress(OSError):
                 started.process.finish()
         if self._drawn < self._records:
@@ -324,7 +325,7 @@ class Plotter(RecordConsumer):
 
 
 def _draw(work: list[tuple[PlotHistory, dict[str, Any]]]) -> dict[str, Image]:
-    """Return all images, as another process does."""
+    """Draw and return all images. Also called in the other process."""
     return dict(_drawn(work))
 
 

@@ -38,12 +38,12 @@ __all__ = [
 RECEIPT = "receipt.json"
 
 _LOCK = threading.Lock()
-_FEW_NAMES = 3  # in a summary
+_FEW_NAMES = 3  # the maximum number of names in a summary
 
 Unit = TypeVar("Unit", bound=Hashable)
 
 _FEWEST = 3  # the minimum number of records without a unit before a change is reported
-_LONG_RUN = 20  # records; after a longer unbroken run, the wait before a report stays the same
+_LONG_RUN = 20  # an unbroken run of more records than this counts as this many
 _UNLIKELY, _UNLIKELY_AT_END = 1e-4, 1e-3
 
 _GRAD = ".grad"
@@ -68,15 +68,16 @@ class _Presence:
 
 
 class PresenceHistory(Generic[Unit]):
-    """Track the presence of units, such as modules, in the records of a run.
+    """Tracks the presence of units, such as modules, in the records of a run.
 
     A unit has *started* late if at least 3 records came before its first one.
 
     A unit has *stopped* if its current gap, the number of latest records without it, meets all of these conditions. The
     gap is at least 3 records, longer than its longest gap before, and longer than its longest unbroken run of records
     before (counted as 20 if it is longer). If the unit occurred at random with its observed frequency, the probability
-    of such a gap would be below 0.01 %. So branches that alternate or are taken at random do not count as stopped. At
-    the end of the run, the unbroken run is ignored, and the probability is 0.1 %.
+    of such a gap would be below 0.01 %. Branches that alternate or are taken at random therefore do not count as
+    stopped. At the end of the run, the condition on unbroken runs is dropped, and the limit of the probability is
+    0.1 %.
 
     Each unit starts late or stops at most once.
 
@@ -96,7 +97,7 @@ class PresenceHistory(Generic[Unit]):
         """The step of the latest record."""
         self._units: dict[Unit, _Presence] = {}
         self._present: dict[Unit, None] = {}
-        self._absent: dict[Unit, None] = {}  # seen before, and not reported as stopped
+        self._absent: dict[Unit, None] = {}  # units that were seen before, and are not reported as stopped
 
     def update(self, step: int, seen: Iterable[Unit]) -> tuple[list[Unit], list[Unit]]:
         """Add the units of a record. Return the units that have started late and those that have stopped."""
@@ -211,15 +212,16 @@ class CoverageReport:
     records_per_1000_steps: int  # the number of records in 1000 steps at this interval
     recording_ms: float = 0.0  # the time that the training thread spent in the hooks of the first step, in milliseconds
     flush_ms: float = 0.0  # the time that it spent on copying, merging and handing over the results, in milliseconds
-    # The part of the hooks' time that each option takes in a recorded step, in milliseconds of the host, by its name in
-    # :func:`~lightning_recorder.default_recorders` or the name of a reduction in ``extra``: the mean over the records
-    # after the first, which takes longer. In the file, it is updated after 10, 20, 40, … records and at the end.
+    # The time that each option takes in the hooks of a recorded step, in milliseconds on the host. The keys are option
+    # names of :func:`~lightning_recorder.default_recorders` or names of reductions in ``extra``. The time is the mean
+    # over all records but the first, which takes longer. In the file, it is updated after 10, 20, 40, … records and at
+    # the end.
     option_ms: Mapping[str, float] = field(default_factory=dict)
-    # The bytes by which the files grow because of this recorder: the TensorBoard event file, its records, the CSV file
-    # and the images, but not the dumps. The loss and the gradient norm of every step, which a
-    # :class:`~lightning_recorder.StepWatch` writes once for all recorders, are not counted; they take about 0.3 MB per
-    # 1000 steps. The estimate is based on the size of the first record; in the file, it is updated with the mean size
-    # after ten records and at the end. ``None`` before the first record, and if no sink counts its bytes.
+    # The number of bytes that this recorder adds to files: the TensorBoard event file, the record file, the CSV file
+    # and the images, but not the dumps. The loss and the gradient norm of every step are not counted: a
+    # :class:`~lightning_recorder.StepWatch` writes them once for all recorders, about 0.3 MB per 1000 steps. The
+    # estimate is based on the size of the first record. In the file, it is updated with the mean size after ten records
+    # and at the end. ``None`` before the first record, and if no sink counts its bytes.
     event_bytes_per_1000_steps: int | None = None
     merged_ranks: int = 1  # the number of processes merged in the record
     last_step: int = 0  # the last recorded step
@@ -229,11 +231,11 @@ class CoverageReport:
     changes: Sequence[Change] = ()  # the changes since the first recorded step
     ran_eagerly: Collection[str] = ()  # the names of the compiled functions that ran eagerly in recorded steps
     types: Mapping[str, str] = field(default_factory=dict)  # the class names of the modules
-    # How compiled modules were recorded: ``"inside"`` their compiled code, or ``"eager"``. If the recorder chose the
-    # second, the reason follows after a colon. Empty without compiled modules.
+    # How compiled modules were recorded: ``"inside"`` their compiled code, or ``"eager"``. If the recorder chose
+    # ``"eager"`` itself, a colon and the reason follow. Empty without compiled modules.
     compiled: str = ""
     functions: Sequence[str] = ()  # the names in ``sites`` that are torch functions and not modules
-    # the part of the model in which no torch functions were recorded, with the reason; empty if there is none
+    # the part of the model in which torch functions could not be recorded, with the reason; empty if there is none
     unseen_functions: str = ""
 
     @property
@@ -261,7 +263,7 @@ class CoverageReport:
 
     @property
     def markdown(self) -> str:
-        """The receipt as Markdown with all modules, as loggers show text."""
+        """The receipt as Markdown with all modules, for loggers that show text."""
         rows = [
             f"| {_cell(name)} | {', '.join(map(_cell, paths))} | {self._span(name)} |"
             for name, paths in self.sites.items()
@@ -290,7 +292,7 @@ class CoverageReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data. Each module has a ``fired`` flag, its class and its first and last recorded step."""
-        data = {**vars(self), "changes": list(map(asdict, self.changes))}  # of all fields, it takes milliseconds
+        data = {**vars(self), "changes": list(map(asdict, self.changes))}  # ``asdict`` of everything takes milliseconds
         steps, types = data.pop("steps"), data.pop("types")
         data["modules"] = {
             **{
@@ -339,11 +341,10 @@ def _cell(text: str) -> str:
 
 
 class CoverageHistory:
-    """Keep a receipt up to date over the records of a run, and report each change once.
+    """Keeps a receipt up to date over the records of a run, and reports each change once.
 
-    A change means that the recording of a module has stopped or started late, as defined by
-    :class:`PresenceHistory`. If the gradients of parameters are recorded, it means that the gradient of a parameter has
-    stopped or started late.
+    A change means that a module has stopped or started late, as defined by :class:`PresenceHistory`. If the gradients
+    of parameters are recorded, a change means that the gradient of a parameter has stopped or started late.
     """
 
     def __init__(self) -> None:
@@ -462,7 +463,7 @@ def _paths_by_module(sites: Iterable[Site]) -> dict[str, list[str]]:
 
 
 def _listed(names: Sequence[str], noun: str) -> str:
-    """List a few modules or parameters by name, or the number of many that share a parent module.
+    """Return a few modules or parameters by name. Many with the same parent module are counted instead.
 
     Example:
         >>> _listed(["decoder.0", "decoder.1"], "modules")
@@ -483,7 +484,7 @@ def _listed(names: Sequence[str], noun: str) -> str:
 
 
 def _first_few(texts: Sequence[str]) -> str:
-    """Join the first texts and the number of the others."""
+    """Join the first few texts, followed by the number of the remaining ones."""
     more = len(texts) - _FEW_NAMES
     return ", ".join(texts[:_FEW_NAMES]) + (f" and {more} more" if more > 0 else "")
 
@@ -491,17 +492,17 @@ def _first_few(texts: Sequence[str]) -> str:
 _SOME_RECORDS = 10  # enough records to estimate their mean size
 
 ReceiptFacts = tuple[Coverage, Sampling, Reduce]
-"""The facts about the modules since the previous record, the schedule, and the steps of a record."""
+"""The facts about the modules since the previous record, the schedule, and the steps that a record merges."""
 
 
 class ReceiptWriter:
-    """Write the receipt of a run to its folder and to a sink.
+    """Writes the receipt of a run to its folder and to a sink.
 
     The receipt is complete with the first record. It is written again when the recorded modules change, after 10, 20,
     40, … records, and at the end of the run.
 
-    ``logged_bytes`` estimates the number of bytes passed to the loggers for a number of records, in addition to the
-    records.
+    ``logged_bytes`` returns the estimated number of bytes passed to the loggers after a number of records, in addition
+    to the records themselves.
     """
 
     def __init__(self, *, name: str, log: Callable[[str], object], logged_bytes: Callable[[int], int]) -> None:
@@ -518,12 +519,12 @@ class ReceiptWriter:
         self._receipt: CoverageReport | None = None
         self._history: CoverageHistory | None = None
         self._is_announced = False
-        self._is_stale = False  # the file is older than the receipt
+        self._is_stale = False  # True if the file is older than the receipt
         self._records = self._bytes = 0
         self._spent: Counter[str] = Counter()  # the milliseconds of each option in the records after the first
 
     def announce(self, step: int, recording_ms: float, sites: list[Site], facts: ReceiptFacts) -> CoverageReport:
-        """Log and return the receipt of a step that is not a record yet. Its record completes the receipt."""
+        """Log and return the receipt of a step whose record is not complete yet. The record completes the receipt."""
         receipt = replace(_make_receipt(step, sites, *facts), recording_ms=recording_ms)
         self._log(f"{self._name}: {receipt.summary}{self.note}")
         self._is_announced = True
@@ -536,7 +537,7 @@ class ReceiptWriter:
             receipt.write(self._directory, self._label)
 
     def add(self, found: Table, written: int | None, facts: ReceiptFacts) -> None:
-        """Update the receipt with a record; ``written`` is its number of bytes, or None if they were not counted."""
+        """Update the receipt with a record. ``written`` is the size of the record in bytes, or None if not counted."""
         is_first = self._history is None
         self._history = self._history or CoverageHistory()
         changes = self._history.add(found.step, found.sites, facts[0])
@@ -549,7 +550,7 @@ class ReceiptWriter:
             self._change(self._complete(self._history, self._receipt))
 
     def flush(self) -> None:
-        """Write the receipt if records that were added have changed it."""
+        """Write the receipt if added records have changed it."""
         if self._receipt is not None and self._is_stale:
             self.write(self._receipt)
 

@@ -1,4 +1,4 @@
-"""Pictures of the statistics that are vectors, matrices or images."""
+"""Draw statistics that are vectors, matrices or images."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _JOINED = {
     "attention_max_logit": "head",
     "router_load": "expert",
 }
-"""The statistics of heads and experts that are drawn, those of all layers in one picture."""
-_MOST_CHANNELS = 4096  # of a vector; a longer one has no heat map
+"""The drawn statistics of attention heads and experts. One picture shows a statistic in all layers."""
+_MOST_CHANNELS = 4096  # longer vectors have no heat map
 
 
 class TensorPictures:
-    """Keep the statistics of more than one number over a run, and draw them.
+    """Keeps the statistics of more than one number over a run, and draws them.
 
-    A vector is drawn as a heat map with a row for each entry, such as a channel, and a column for each step. A matrix
-    and an image are drawn as they are in the latest record, with the leading dimension of three as panels. A tensor
-    without values is not drawn. The heads of all attention have one picture for each statistic, with a row for each
-    head, and so have the experts of all routers.
+    A vector is drawn as a heat map with a row for each entry, such as a channel, and a column for each step. Matrices
+    and images are drawn from the latest record. A tensor with three dimensions has a panel for each index of the first
+    one. Empty tensors are not drawn. The heads of all attention layers share one picture for each statistic, with a row
+    for each head. The experts of all routers share pictures in the same way.
 
-    At most ``max_images`` are drawn, of evenly spaced sites among those of the first record that has such statistics.
+    At most ``max_images`` pictures are drawn, for evenly spaced sites of the first record that has such statistics.
     """
 
     def __init__(self, max_images: int) -> None:
