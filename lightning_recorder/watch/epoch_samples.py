@@ -14,6 +14,7 @@ from lightning_recorder.insight.data_facts import EpochFacts, EpochOfRanks, Rank
 from lightning_recorder.statistics.fingerprint import odd_numbers
 
 __all__ = [
+    "AT_ONCE",
     "BatchSamples",
     "EpochSamples",
     "RankEpoch",
@@ -30,7 +31,7 @@ _BATCHES = 1024
 _ALL = 1 << 64
 _MOST_CLASSES = 1024
 _MIX = np.int64(0x1E3779B97F4A7C15)
-_AT_ONCE = 16  # the number of batches that are counted together; fewer if they have about _MOST_WAITING samples
+AT_ONCE = 16  # the number of batches that are counted together; fewer if they have about _MOST_WAITING samples
 _MOST_WAITING = 4096
 _FEWEST_CONTENTS = 4  # with at least this many different samples, two batches are hardly equal by chance
 _ABOUT = 0.8  # ranks with at least this fraction of the largest share of common samples are reported together
@@ -165,7 +166,7 @@ class EpochSamples:
         self.batches += 1
         # A step evicts this code and its data from the processor cache, so counting several batches at once is faster.
         self._waiting.append(batch)
-        if len(self._waiting) == _AT_ONCE or len(self._waiting) * len(batch.contents) >= _MOST_WAITING:
+        if len(self._waiting) == AT_ONCE or len(self._waiting) * len(batch.contents) >= _MOST_WAITING:
             self.count()
 
     def count(self) -> None:
