@@ -67,7 +67,7 @@ class StepActions:
         self._answers: dict[tuple[str, str, str], tuple[int, str]] = {}
         self._has_failed = self._has_decided = False
         self._good: list[_Good] = []  # the latest two states, in order
-        self._of_epoch: _Good | None = None  # the state at the start of the epoch, if one of the two is older
+        self._of_epoch: _Good | None = None  # the state at the start of the epoch, unless both states are of this epoch
         self._is_due = False
         self._batches = RepeatedBatches(trainer, device_of(pl_module)) if self._keeps else None
         self._counters = Counters(modules_of(pl_module))
@@ -87,7 +87,7 @@ class StepActions:
             self._batches.detach()
 
     def add_to_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Count the batches that are still to be repeated in a checkpoint."""
+        """Add the batches that are still to be repeated to the counts in a checkpoint."""
         if self._batches is not None:
             self._batches.add_to_checkpoint(checkpoint)
 
@@ -230,7 +230,7 @@ class StepActions:
         self._note(because, math.nan if reading is None else reading.values[0])
 
     def _drop_gradients(self, optimizer: Any) -> None:
-        """Remove the gradients, so that the optimizer changes nothing: those of torch skip parameters without one."""
+        """Remove the gradients. Torch optimizers skip parameters without a gradient, so nothing changes."""
         scaler: Any = getattr(self._trainer.precision_plugin, "scaler", None)
         parameters = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):

@@ -23,7 +23,7 @@ __all__ = [
     "in_words",
 ]
 
-_LONGEST_NAME = 200  # bytes; a file name may have 255, including the name of a checkpoint as its prefix
+_LONGEST_NAME = 200  # bytes; a file name may have 255 bytes, including a checkpoint name as its prefix
 
 _STATISTIC_SYNONYMS = {
     "sd": "std", "stddev": "std", "variance": "std", "var": "std", "average": "mean", "avg": "mean", "sparsity":
@@ -91,7 +91,7 @@ def checked_reductions(given: object) -> tuple[Reduction | UserReduction, ...]:
     """Return the extra reductions as a tuple.
 
     Raises:
-        ArgumentError: If one of them is no reduction, no metric and no function of two arguments.
+        ArgumentError: If an item is neither a reduction nor a metric nor a function of two arguments.
     """
     return tuple(as_reductions(given))
 

@@ -121,7 +121,7 @@ def is_set_everywhere(world_size: int) -> bool:
     """
     if world_size == 1 or not Exchange.is_needed():
         return True
-    if _agreements.has_failed:  # the environment of the other processes does not change
+    if _agreements.has_failed:  # not tried again, because the environment of the other processes does not change
         return False
     _agreements.number += 1
     path = Path(setting()).expanduser()

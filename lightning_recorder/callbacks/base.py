@@ -100,7 +100,7 @@ class RecorderCallback(GuardedCallback):
     """The options of ``schedule`` and ``outputs`` that the callback ignores, each with the code to write instead."""
 
     _sink: MultiSink | None
-    _artifact_sinks: MultiSink | None  # the same sinks, without the fallback of the loggers
+    _artifact_sinks: MultiSink | None  # the same sinks, without the fallback folder
     _directory: Path | None
     _function: str
     _began: tuple[int, int] | None

@@ -51,8 +51,8 @@ class CheckpointWatch:
             _listen(trainer, self)
 
     def end(self, trainer: Trainer) -> None:
-        """Stop watching a run. After a failure, the checkpoint that is saved on the exception is still reported."""
-        # The rank that removes a checkpoint may do so after this rank has looked.
+        """Stop watching a run. After a failure, the checkpoint that is saved for the exception is still reported."""
+        # Another rank may remove a checkpoint after the last look of this rank.
         self.is_pending |= self._is_active and bool(self._found)
         self.look(trainer)
         self._is_active = False

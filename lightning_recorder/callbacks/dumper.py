@@ -322,7 +322,7 @@ class TensorDumper(RecorderCallback):
     def _checkpoint_saved(self, path: Path) -> None:
         if self._dumps is not None:
             self._dumps.write_beside(path)
-            if self._capture is None:  # after an exception, nothing waits for the dumps later
+            if self._capture is None:  # after an exception, wait now, because nothing does later
                 self._dumps.wait()
 
     def _checkpoint_removed(self, path: Path) -> None:
@@ -337,7 +337,7 @@ class TensorDumper(RecorderCallback):
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.per_rank and trainer.world_size > 1 and "checkpoints" in self.at:
-            # Rank 0 may still remove checkpoints after the hook before this one.
+            # Rank 0 may still remove checkpoints after the previous hook has ended on this rank.
             trainer.strategy.barrier("TensorDumper")
         super().on_fit_end(trainer, pl_module)
 

@@ -75,7 +75,7 @@ def never_fused(modules: Mapping[str, nn.Module], root: nn.Module) -> dict[str, 
 
 
 class EvaluationCallback(RecorderCallback):
-    """Base class that tells the evaluation recorders when batches start and end. The sanity check is ignored."""
+    """Base class that starts and stops the evaluation recorders at each batch. The sanity check is ignored."""
 
     sampling: Sampling
     evaluations: dict[str, EvaluationRecorder]

@@ -66,8 +66,8 @@ class GradientRecorder(TensorsCallback):
             and ``gradients/<module>/in.mask/…``. The gradient of an input is the part that flows
             through the module.
         per_call: Keep the calls of a module that is called several times in a batch apart. The tags of its second call
-            are ``gradients/<module>#2/…``. By default, all calls are merged. The number is that of the call in the
-            forward pass, also with checkpointing.
+            are ``gradients/<module>#2/…``. By default, the gradients of all calls are merged. Calls are numbered in the
+            order of the forward pass, also with checkpointing.
         functions: The torch functions for whose outputs the gradients are recorded as well: any of ``"activations"``,
             ``"dropout"``, ``"normalizations"``, ``"attention"``, ``"embedding"``, ``"routing"`` and names such as
             ``"relu"``. True for all of them, False for none; the default is activations. Losses have no gradient. Tags

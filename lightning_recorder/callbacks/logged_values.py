@@ -22,7 +22,7 @@ _MOST_NAMES = 256
 
 
 class LoggedValues:
-    """Reads what the user logs with ``self.log``, and the learning rates, without waiting for the device.
+    """Reads the values that the user logs with ``self.log``, and the learning rates, without waiting for the device.
 
     The first 16 steps are read, and then the steps that Lightning logs. Metrics of an epoch or a validation are read at
     its end. Values on a device are copied in one transfer, like the loss. Lightning has computed all values; this class

@@ -1,4 +1,4 @@
-"""Messages about a run: why it recorded nothing, what ran eagerly, and other surprises."""
+"""Messages about a run: the reasons why it recorded nothing, compiled code that ran eagerly, and others."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ _LENGTHS = ("total_steps", "T_max", "total_iters")  # attributes of the schedule
 
 
 def _owners(root: nn.Module) -> ModuleSet:
-    """Return the root and the default modules, without those whose parameters all belong to earlier modules.
+    """Return the root and the default modules that own a parameter which no earlier module in the list owns.
 
     Unlike for activations, the root is included: reading its parameters does not require a call of the root.
     """

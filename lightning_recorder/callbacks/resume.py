@@ -146,7 +146,7 @@ class ResumingCallback(EvaluationCallback):
     def _give_up(self) -> bool:
         is_news = not any(worker.failed for worker in self._workers)
         if any(worker.exchange is not None and worker.exchange.is_open for worker in self._workers):
-            # The other ranks still wait for responses from this one, even though it records nothing more.
+            # The other ranks still wait for responses from this rank, even though it records nothing more.
             for worker in self._workers:
                 worker.fail()
         else:
@@ -246,7 +246,7 @@ class ResumingCallback(EvaluationCallback):
         if self._run is not None:
             self._pipeline.wait()
             with self._run.contained():
-                state = self._run.state_dict()  # kept if the next line, which asks the other ranks, fails
+                state = self._run.state_dict()  # kept if the next line fails, which communicates with the other ranks
                 state = self._state_of(self._run, trainer)
         packed = {**self._kept.packed(state, self._pipeline.formatter), "label": self.label(trainer)}
         states = checkpoint.setdefault("callbacks", {})

@@ -1,4 +1,4 @@
-"""A fit whose every step is watched: its readings, spikes, replays and findings."""
+"""Watch every step of a fit: read its values, detect spikes, replay bad steps and create findings."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class WatchedRun:
     # The course of a step.
 
     def start_batch(self, batch: Any, batch_idx: int, step: int, rows: list[int] | None = None) -> None:
-        """Begin a batch: keep what is needed to run it again."""
+        """Begin a batch: keep the state for a replay."""
         # This runs for every batch, so rare cases are recognized without a call.
         if not self._reads_now and (found := self._queue.take()):
             self._arrive(found)
@@ -490,7 +490,7 @@ class WatchedRun:
         return self._find_row(batch, lambda found: not found <= limit, reading, series, must_be_only=must_be_only)
 
     def _is_after_spike(self, reading: Reading) -> bool:
-        """Return True if a step follows soon after a spike, which explains its values better than its samples."""
+        """Return True if a step follows soon after a spike. The spike then explains a bad value, not the samples."""
         known = [each.last_step for each in self._known.values() if each.rule == SPIKE]
         return any(0 < reading.step - step <= RECENT for step in known if step not in self._left_out)
 

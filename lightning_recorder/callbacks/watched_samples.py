@@ -245,7 +245,7 @@ class WatchedSamples:
             inner = inner_loader(loader)
             workers = 0 if inner is None else inner.num_workers
             is_stream = inner is not None and isinstance(inner.dataset, IterableDataset)
-            name = "" if loader is None else type(loader).__name__  # None in a loop that calls monitor.step
+            name = "" if loader is None else type(loader).__name__  # no loader: a loop that calls monitor.step
             return LoaderFacts(name, is_iterable=is_stream, workers=workers, is_overfit=is_overfit)
         batches: Any = loader.batch_sampler
         is_iterable = isinstance(loader.dataset, IterableDataset)
@@ -285,7 +285,7 @@ class WatchedSamples:
     # Batches.
 
     def _start_parts(self, batch: Any, batch_idx: int, step: int) -> None:
-        """Examine a batch from several loaders, each part by the object of its loader."""
+        """Examine the parts of a batch from several loaders, each part with the object for its loader."""
         combined = self._combined
         parts: list[Any] = []
         with suppress(Exception):  # the user's code may have changed the structure

@@ -305,7 +305,7 @@ class Bench:
         self.functions.clip(list(self.parameters.values()))
         try:
             twin.step()
-        except TypeError as error:  # LBFGS and other optimizers that evaluate the loss themselves
+        except TypeError as error:  # LBFGS and other optimizers that require a closure
             raise NoAnswerError("the optimizer needs a closure") from error
 
     def _loss(self) -> float:

@@ -52,7 +52,7 @@ class RecordConsumer(ABC):
         """Receive a record: the statistics of its sites in module order, possibly none, and its facts."""
 
     def flush(self) -> None:  # noqa: B027 - most hold nothing back
-        """Write what :meth:`on_record` has held back. Called after one or more records, before the receipt."""
+        """Write the data that :meth:`on_record` has held back. Called after one or more records, before the receipt."""
 
     @property
     def written_bytes(self) -> int:

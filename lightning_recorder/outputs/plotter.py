@@ -30,7 +30,7 @@ _FIRST = 10  # plots are drawn after this number of records, then after twice as
 
 _MOST_SITES = 1000
 _SHOWN_BYTES = 2**22  # the maximum size of the pixels of images that are written together
-_PICTURE_BYTES = 20_000  # an initial estimate; a plot of 6 layers takes 5 to 10 KB, one of 100 layers up to 75 KB
+_PICTURE_BYTES = 20_000  # an initial estimate; a plot of 6 layers takes 5 to 10 KB, a plot of 100 layers up to 75 KB
 
 _HEAT_MAPS = {
     "activations": ("rms", "mean", "zero_fraction"),

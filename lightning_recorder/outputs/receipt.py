@@ -100,7 +100,7 @@ class PresenceHistory(Generic[Unit]):
         self._absent: dict[Unit, None] = {}  # units that were seen before, and are not reported as stopped
 
     def update(self, step: int, seen: Iterable[Unit]) -> tuple[list[Unit], list[Unit]]:
-        """Add the units of a record. Return the units that have started late and those that have stopped."""
+        """Add the units of a record. Return the units that have started late, and the units that have stopped."""
         number, self.records = self.records, self.records + 1
         before, self._present = self._present, dict.fromkeys(seen)
         new = [unit for unit in self._present if unit not in before]

@@ -172,7 +172,8 @@ class KeptBatch:
     step: int  # the optimizer step of the batch, as counted by ``self.log``
     epoch: int
     random: RandomStates  # the states of the random number generators
-    # for each buffer its table, its name and its values; a table may have a class of the user, so use put_entry
+    # for each buffer, the dictionary that holds it, its name and its values; write with put_entry, since the dictionary
+    # may be an instance of a user's class
     buffers: list[tuple[dict[str, Tensor | None], str, Tensor]]
     frozen: list[nn.Parameter]  # the parameters that did not require a gradient
     losses: list[Tensor] = field(default_factory=list)
@@ -225,7 +226,7 @@ def batch_versions(batch: Any) -> list[tuple[Tensor, int | None]]:
     tensors = [each for _, each in iter_tensors(batch, "batch", unknown=ignore_unknown)]
     try:
         return list(zip(tensors, map(counted_version, tensors), strict=True))
-    except RuntimeError:  # tensors of inference mode do not count
+    except RuntimeError:  # inference tensors have no version counter
         return [(each, version_of(each)) for each in tensors]
 
 
@@ -267,7 +268,7 @@ class StateKeeper:
             versions: list[tuple[Tensor, int | None]] | None
             try:  # the common case of a plain batch, without further calls
                 versions = list(zip(batch, map(counted_version, batch), strict=True)) if is_plain else None
-            except RuntimeError:  # tensors of inference mode do not count
+            except RuntimeError:  # inference tensors have no version counter
                 versions = None
             if versions is None:
                 versions = [] if self.must_copy else batch_versions(batch)

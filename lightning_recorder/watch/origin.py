@@ -200,7 +200,7 @@ class OriginTrace(TorchDispatchMode):
         self._calls: Counter[str] = Counter()
         self._repeated: Counter[str] = Counter()
         self._nodes: dict[int, _Place] = {}
-        self._starts: dict[int, _Place] = {}  # by sequence number, the place of the first node of or after each call
+        self._starts: dict[int, _Place] = {}  # by sequence number, the places of nodes at the start or end of a call
         self._results: dict[int, int] = {}  # by the sequence number of a node, the event of its forward pass
         self._resources = ExitStack()
         self.errors: list[Exception] = []
@@ -401,7 +401,7 @@ class OriginTrace(TorchDispatchMode):
 
     def enter(self, name: str) -> None:
         """Begin a call of a module."""
-        if in_backward():  # checkpointing repeats the calls, the last one first
+        if in_backward():  # checkpointing repeats the calls in reverse order
             call = max(1, self._calls[name] - self._repeated[name])
             self._repeated[name] += 1
         else:

@@ -255,7 +255,7 @@ def compare_replicas(names: Sequence[str], kinds: Sequence[str], ranks: Sequence
     parts = np.zeros((0, len(names)), np.int32)
     if len(ranks) > 1 and names:
         numbers, parts = np.stack([each.numbers for each in ranks]), np.stack([each.parts for each in ranks])
-        # Only tensors that are not equal everywhere are compared in detail. They are few.
+        # Most tensors are equal on all ranks. Only the other tensors are compared in detail.
         for place in np.flatnonzero((numbers != numbers[0]).any(0)).tolist():
             values = np.stack([each.values[place] for each in ranks])
             column = _column(numbers[:, place], parts[:, place], values)
@@ -426,7 +426,7 @@ def finding_of_differences(
 
 
 def _distance(distance: float, *, several: bool) -> str:
-    if distance == 0:  # such as the sign of a zero
+    if distance == 0:  # for example, if only the sign of a zero differs
         return "the difference is too small to be measured"
     if not np.isfinite(distance):
         return "a value that is not finite is among them"
