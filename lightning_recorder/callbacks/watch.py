@@ -100,8 +100,8 @@ class StepWatch(RecorderCallback):
             arrive late. True copies them before each optimizer step; the device always has work meanwhile. ``"auto"``
             keeps two copies without waiting, if both take less than a tenth of the free memory. It copies as often as
             copying takes less than 1 % of the time of the steps. A bad step may then be run again with the parameters
-            of a few steps before, and the finding says so. No copies are kept with manual optimization, with sharded
-            parameters, or with False.
+            of a few steps before, and the finding says so. With manual optimization or sharded parameters, ``"auto"``
+            keeps no copies. False never keeps any.
         every_module: Check the outputs of all modules, and the gradients of the outputs, on the device in every step.
             The finding then also names the module, but not the operation, if a step cannot be run again. Every step
             has one more kernel and one more hook call for each output and each gradient.
