@@ -14,6 +14,7 @@ from lightning_recorder.insight.data_facts import EpochFacts, EpochOfRanks, Rank
 from lightning_recorder.statistics.fingerprint import odd_numbers
 
 __all__ = [
+    "AT_ONCE",
     "BatchSamples",
     "EpochSamples",
     "RankEpoch",
@@ -30,7 +31,7 @@ _BATCHES = 1024
 _ALL = 1 << 64
 _MOST_CLASSES = 1024
 _MIX = np.int64(0x1E3779B97F4A7C15)
-_AT_ONCE = 16  # batches that are counted at once, or fewer with about this number of samples
+AT_ONCE = 16  # batches that are counted at once, or fewer with about this number of samples
 _MOST_WAITING = 4096
 _FEWEST_CONTENTS = 4  # different samples in a batch, so that two batches are hardly equal by chance
 _ABOUT = 0.8  # of the largest share: ranks that share most samples do not all have the same share
@@ -166,7 +167,7 @@ class EpochSamples:
         self.batches += 1
         # A step evicts code and counts from the cache of the processor, so that several batches at once take less time.
         self._waiting.append(batch)
-        if len(self._waiting) == _AT_ONCE or len(self._waiting) * len(batch.contents) >= _MOST_WAITING:
+        if len(self._waiting) == AT_ONCE or len(self._waiting) * len(batch.contents) >= _MOST_WAITING:
             self.count()
 
     def count(self) -> None:

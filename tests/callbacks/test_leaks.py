@@ -33,6 +33,7 @@ from lightning_recorder import (
 )
 from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.schedule import Reduce
+from lightning_recorder.watch.epoch_samples import AT_ONCE
 from tests.callbacks.models import digits, fit
 
 STEPS = 200
@@ -184,7 +185,8 @@ def test_nothing_of_a_step_outlives_it(tmp_path: Path) -> None:
     assert next(tmp_path.rglob("graph.png")).is_file()
     assert sorted(census.tensors) == list(range(0, STEPS + 1, 50))
     steady = range(50, STEPS + 1, 50)
-    assert {census.tensors[step] for step in steady} == {census.tensors[50]}
+    counts = [census.tensors[step] for step in steady]
+    assert max(counts) - min(counts) < AT_ONCE  # fingerprints of batches that wait to be counted
     assert {census.threads[step] for step in steady} == {census.threads[50]}
     assert {census.files[step] for step in steady} == {census.files[50]}
 

@@ -248,7 +248,7 @@ def no_longer_tied(evidence: Evidence, *, numel: int = 64) -> Iterator[Finding]:
     # Read one statistic of all weights at a time, since a history caches the arrays of only a few statistics.
     columns = [[each.column(name)[0] for each in trained] for name in ("mean", "rms", "min", "max")]
     for each, *values in zip(trained, *columns, strict=True):
-        if not len(values[0]) or values[2][0] == values[3][0]:  # both may be constant, such as zero
+        if not all(map(len, values)) or values[2][0] == values[3][0]:  # both may be constant, such as zero
             continue
         first = begun.setdefault((*each.shape, *(float(column[0]) for column in values)), each)
         if first.kind != each.kind:
