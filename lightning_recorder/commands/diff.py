@@ -21,7 +21,7 @@ from lightning_recorder.records.file import json_values
 
 __all__ = ["run"]
 
-_MOST_LINES = 20  # so that the output fits on a screen
+_MOST_LINES = 20  # the most lines of output, so that it fits on a screen
 _FEWEST_SITES = 3
 _FEW = 8
 _MOST_ALIKE = 3  # the most lines about one kind of difference

@@ -24,7 +24,7 @@ __all__ = ["bad_findings", "run"]
 
 _MOST_LINES = 6  # the most lines after the first finding, which is printed in full
 _FEW = 5  # the most modules in a list
-_WIDTH = 110  # characters
+_WIDTH = 110  # the most characters of a line
 _INDENT, _LABEL = 2, 8  # the indentation of a row and the width of its label, in characters
 _BARS = 40
 _LONGEST = 10_000  # the most characters of a line or a name; only damaged files have longer ones

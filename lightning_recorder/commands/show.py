@@ -33,7 +33,7 @@ _MISSING = "-"
 _NAMED = 1e9  # the degree of a site that a finding names, above all other degrees
 _NARROWEST = 6  # the least width of a bar chart, in characters
 _NUMBERS = 30  # the width of the last, the smallest and the largest value, in characters
-_AROUND = 4  # lines beside the rows: title, column names, prompt
+_AROUND = 4  # the number of lines beside the rows: title, column names, prompt
 
 _OPERATORS: dict[str, Callable[[Floats, float], NDArray[np.bool_]]] = {
     ">=": operator.ge,

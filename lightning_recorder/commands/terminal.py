@@ -13,7 +13,7 @@ __all__ = ["counted", "module", "number", "painted", "printable", "spark", "tabl
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_BARS = "_.-=+*#@"  # fallback for a terminal that cannot encode block characters
-_LONGEST = 200  # characters
+_LONGEST = 200  # the most characters of a shown text
 _COLORS = {"critical": "1;31", "warning": "1;33", "note": "36", "healthy": "1;32", "title": "1", "quiet": "2"}
 _LEAST_WIDTH = 40
 

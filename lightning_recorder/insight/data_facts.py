@@ -1,4 +1,4 @@
-"""Facts about the samples of a run, for the rules about them."""
+"""Facts about the samples of a run, for the rules about samples."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class EpochFacts:
     by_workers: float = 0.0
     is_whole: bool = False  # True if the epoch ended by itself, and each of its batches was examined
     is_same_set: bool = False  # True if the previous epoch had the same samples
-    # the number of classes, if each batch is a pair whose second tensor has one integer per sample; otherwise 0
+    # the number of classes, if each batch is a pair of inputs and one integer per sample; otherwise 0
     classes: int = 0
     changes: int = 0  # the number of samples whose class differs from the previous sample's class
     random_changes: float = 0.0  # the expected value of ``changes`` for a random order
@@ -64,8 +64,7 @@ class EpochFacts:
     once: float = 1.0  # the share of samples that came once
     every: int = 0  # how many times each sample came, if the number is equal for all samples; otherwise 0
     most: int = 0  # how many times the most frequent sample came
-    # the number of samples up to the first batch with a repeated sample; 0 without one, or if it is among the first
-    # 8,192
+    # the number of samples up to the first batch with a repeated sample; 0 if none repeats among the first 8,192
     first_repeat: int = 0
     near: float = 0.0  # the share of samples that were in one of the four previous batches, if the indices are unknown
     random_near: float = 0.0  # the expected value of ``near`` for samples drawn at random
@@ -77,7 +76,7 @@ class EpochFacts:
 
 @dataclass(frozen=True)
 class ValidationFacts:
-    """The samples of validation, compared with those of training."""
+    """The validation samples, compared with the training samples."""
 
     samples: int  # the number of samples in a validation
     distinct: float  # the number of different samples in it
@@ -127,7 +126,7 @@ class EpochOfRanks:
 
 @dataclass(frozen=True)
 class DrawFacts:
-    """The random numbers that workers draw for their samples."""
+    """The random numbers that worker processes draw for their samples, such as for augmentations."""
 
     source: str  # the generator that repeats its numbers, such as ``"dataset.rng"``
     workers: int  # the number of workers that draw the same numbers; 1 if all draw different ones

@@ -226,7 +226,7 @@ class Evidence:
         return replace(self, **tables, results=self.activations)
 
     def view(self, table: History, name: str, path: str = "") -> View:
-        """Return the view of a site. An empty path means the whole module; an empty name, too, the whole model."""
+        """Return the view of a site; without a path, a view of the whole module; without a name, of the whole model."""
         return View(self, table, Site(name, path))
 
     def output(self, name: str) -> View:

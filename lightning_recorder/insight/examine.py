@@ -70,7 +70,7 @@ _PLACES = causes_first(RULES)
 
 
 def check_rules(name: str, rules: object) -> tuple[str, ...]:
-    """Check the names of rules, including rules of the watch, and return them. No names are allowed, too.
+    """Check the names of rules, including rules of the watch, and return them. An empty list is allowed.
 
     Raises:
         ArgumentError: If a rule does not exist. The message names the argument and the closest rule.
@@ -299,7 +299,7 @@ def _explains(cause: Finding, effect: Finding, explains: Mapping[str, Mapping[st
     # In a product, a factor of zero stops the gradients of the other factors.
     partners = {name for consumer in wiring.outputs.get(cause.module, ()) for name in wiring.inputs[consumer]}
     is_same = effect.module in (cause.module, *cause.others)
-    if ODD_BLOCK in (cause.rule, effect.rule):  # its finding may name a module in the same block, or the block
+    if ODD_BLOCK in (cause.rule, effect.rule):  # the rule may name a module in the same block, or the block
         is_same |= f"{cause.module}.".startswith(_block(effect)) or f"{effect.module}.".startswith(_block(cause))
     return (
         ("same" in where and is_same)

@@ -25,7 +25,7 @@ _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _LEVELS = {"critical": "error", "warning": "warning", "note": "note"}
 _RULES = {rule.name: rule for rule in RULES}
 _LINE = re.compile(r"([^\s()'\",;]+\.(?:py|ipynb)):(\d{1,9})(?!\d)")
-_LONGEST = 10_000  # characters of a text in which a line of code is searched; only damaged files have longer texts
+_LONGEST = 10_000  # the most searched characters of a text; only damaged files have longer texts
 _OF_SAMPLE = {"place", "row"}  # the numbers of a finding that names a sample; without known indices there is no row
 _RANGES = re.compile(r"(?<=its inputs are finite) \([^()]*\)")  # of an operation, which may read the batch
 _NOTHING = Gap("the run", "nothing was recorded", (), is_expected=False)

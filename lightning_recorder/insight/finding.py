@@ -346,7 +346,7 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
 
 
 def _with_distance(finding: Finding, other: Finding) -> Finding:
-    """Complete a finding of the records about different ranks with the finding from the parameter checksums."""
+    """Complete a finding of the records about differing ranks with the finding from the parameter checksums."""
     if finding.is_note != other.is_note:
         return finding
     knows_cause = not other.numbers.keys().isdisjoint(("settings", "idle", "step_counts", "no_sync", "not_averaged"))

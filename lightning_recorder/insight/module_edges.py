@@ -215,7 +215,7 @@ class Wiring:
 
 
 def _innermost_calls(graph: Graph, names: Collection[str]) -> dict[int, int]:
-    """Map each node to the id of the innermost recorded call around it, if that call contains no recorded calls."""
+    """Map each node to the recorded call around it, by id. Calls that contain recorded calls do not count."""
     recorded = [node for node in graph.nodes if node.kind == "module" and node.name in names]
     outer = {around.id for node in recorded for around in graph.ancestors(node)}
     leaves = {node.id for node in recorded} - outer

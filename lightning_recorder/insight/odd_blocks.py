@@ -134,7 +134,7 @@ def _lists(graph: Graph, list_of: Callable[[Node], Hashable], fewest: int) -> It
 
 
 def _list_of(node: Node) -> Hashable:
-    """Return the list of a module: the calling node and the name without its final number; None without a number."""
+    """Return the key of a module's list: the calling node, and the name without its final number; None without one."""
     name = node.name.rstrip("0123456789")
     return None if name == node.name else (node.parent, name)
 
@@ -216,7 +216,7 @@ class _Blocks:
         return {self.item(node, block) for node in self.calls(block) if node.kind == "module" and node.total_parameters}
 
     def source(self, block: Node, usual: Node, items: Collection[_Item]) -> str:
-        """Return the code line of the first call of one of ``items`` that only one of two blocks has."""
+        """Return the code line of the first call that only one of two blocks has and that is in ``items``."""
         nodes, others = self.calls(block), self.calls(usual)
         here, there = [self.item(each, block) for each in nodes], [self.item(each, usual) for each in others]
         for what, start, end, _, _ in SequenceMatcher(None, here, there, autojunk=False).get_opcodes():
@@ -265,7 +265,7 @@ def _odd_one(blocks: _Blocks, known: Sequence[int]) -> Iterator[OddBlock]:
 
 
 def _odd_of_few(blocks: _Blocks, known: Sequence[int]) -> Iterator[OddBlock]:
-    """Yield the inner block whose form differs from the form that all other blocks share."""
+    """Yield the inner block that differs from the form of all other blocks."""
     usual, count = Counter(known).most_common(1)[0]
     odd = [place for place, each in enumerate(known) if each != usual]
     if count == len(known) - 1 and 0 < odd[0] < count:

@@ -113,7 +113,7 @@ class _Form:
             self._dropped |= {power.id, difference.id}
 
     def _is_summed(self, node: Node) -> bool:
-        """Return True for a sum, unless its only user is a mean, as over the errors of the samples."""
+        """Return True unless the only user of a node is a mean, which averages the errors of the samples."""
         users = [self._graph[edge.target] for edge in self._graph.edges if edge.source == node.id]
         return [each.name for each in users] != ["mean"]
 

@@ -31,7 +31,7 @@ AnyFloat = TypeVar("AnyFloat", np.float32, np.float64)
 STANDS_OUT = 1.0
 """The smallest degree of a site that stands out."""
 
-_WORTH_A_PLACE = 0.5  # sites with at least this degree are chosen before evenly spread sites, in up to half of the room
+_WORTH_A_PLACE = 0.5  # sites from this degree on are chosen before evenly spread sites, for up to half of the selection
 
 _FEWEST = 4  # the smallest number of sites with a meaningful median
 _AROUND = 8  # the number of neighbors in depth that a block is compared with
@@ -49,7 +49,7 @@ _NOT_FINITE = 1e6  # the degree of a site with NaN or infinities, above all othe
 _EARLIER = 0.5  # the weight of earlier steps: a recovered layer ranks below a layer that is unusual now
 _BELOW = 3.0  # zero counts as this many powers of ten below the smallest value
 
-_SQUARES = ("exp_avg_sq", "square_avg")  # how paths of optimizer states end that are means of squares
+_SQUARES = ("exp_avg_sq", "square_avg")  # the path suffixes of optimizer states that are means of squares
 _NOT_SIZES = ("count", "mean", "std", "min", "max", "zero_fraction", "nan_count", "inf_count", "batch_spread")
 
 
@@ -120,7 +120,7 @@ def _not_finite(counts: Floats) -> Floats:
 
 
 def compared(statistics: Collection[str]) -> tuple[str, ...]:
-    """Return the statistics that :func:`unusualness` reads, out of some statistics."""
+    """Return the names among ``statistics`` that :func:`unusualness` reads."""
     return tuple(name for name in statistics if name not in ("count", "mean", "std", "batch_spread"))
 
 
@@ -138,7 +138,7 @@ def standing_out(degrees: Floats) -> list[int]:
 def choose(degrees: Floats, most: int, sites: Sequence[Hashable] = ()) -> list[int]:
     """Return at most ``most`` site indices in ascending order: sites that stand out, and evenly spread others.
 
-    Sites that nearly stand out get up to half of the room.
+    Sites that nearly stand out take up to half of the selection.
 
     Args:
         degrees: The degree of each site, ``[sites]``; infinite for a site that a finding names.

@@ -14,7 +14,7 @@ from lightning_recorder.records.table import Floats
 
 __all__ = ["lower_median", "noise_bands", "rounding_sites"]
 
-_NORMAL_QUANTILE = 5.0  # exceeded once in 1.7 million comparisons
+_NORMAL_QUANTILE = 5.0  # equal runs exceed this once in 1.7 million comparisons
 _LEAST_FRACTION = 0.05
 _EXTREMES = ("min", "max", "abs_max", "rank_mean_min", "rank_mean_max")
 _GRADIENT = ".grad"

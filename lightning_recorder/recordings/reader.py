@@ -37,8 +37,8 @@ __all__ = [
 Read = TypeVar("Read")
 
 _LONGEST_LINE = 1 << 25  # bytes; a record of 30,000 sites with histograms is shorter
-_PIECE = 1 << 20  # bytes
-_AT_ONCE = 256  # records
+_PIECE = 1 << 20  # bytes per read of an overlong line
+_AT_ONCE = 256  # the most records that are read into one array
 _FAMILY = FORMAT.partition("/")[0] + "/"
 
 
@@ -228,7 +228,7 @@ class RecordReader:
     def _take(self, offset: int, line: bytes) -> bool:
         """Parse and store a line. Return True if the line is a record."""
         if not line.strip():
-            self.skipped += not line  # Tail yields an overlong line as an empty one
+            self.skipped += not line  # Tail yields an empty line for an overlong one
             return False
         try:
             found = parse(line)
@@ -421,7 +421,7 @@ def write_parquet(rows: Iterable[list[Any]], columns: list[str], path: Path) -> 
 
 
 def _library(name: str, what: str) -> Any:
-    # Not an import statement: mypy finds the type stubs in some environments only, so no ignore comment fits all.
+    # Not an import statement: mypy finds the type stubs in only some environments, so no ignore comment would fit all.
     try:
         return import_module(name)
     except ImportError as error:

@@ -27,7 +27,7 @@ __all__ = ["Recording", "Run", "open_recording"]
 Made = TypeVar("Made")
 
 _GROUPS = ("activations", "gradients", "parameters")
-_LONGEST_HEADER = 1 << 16  # bytes
+_LONGEST_HEADER = 1 << 16  # the most bytes of a header
 _DEEPEST_NODE = 200  # the deepest nesting of modules, since the views of a graph recurse once per level
 _DEEPEST = 8  # the most folder levels between the given folder and the folder of a run
 
@@ -112,7 +112,7 @@ class Recording:
     def page(self, path: str | os.PathLike[str] | None = None, *, limit: int = 10_000_000) -> str:
         """Return the page of the runs: findings, graph and the history of every layer, as one HTML file.
 
-        A notebook shows the returned document. It needs no network and no server; two runs are compared.
+        A notebook shows the returned document, which needs no network and no server. Two runs are compared.
 
         Args:
             path: The file to write, if any.

@@ -240,7 +240,7 @@ _REPEATED = ("calls", "order", "stage")  # facts that are equal in nearly all re
 
 
 class SchemaCache:
-    """A cache of schemas and repeated facts, so that equal ones of all records share one object."""
+    """A cache of schemas and repeated facts: equal ones share one object across all records."""
 
     def __init__(self) -> None:
         self._facts: dict[str, Any] = {}
@@ -457,14 +457,14 @@ def calls_of(table: Table) -> dict[Site, int]:
 
 _HEADER_START = b'{"format"'
 _CHUNK = 1 << 20  # bytes per read
-_LONGEST_HEADER = 1 << 16  # bytes
+_LONGEST_HEADER = 1 << 16  # the most bytes of a header
 
 
 class RecordWriter:
     """Appends the records of one recorder to a file, one line per record.
 
     Every number is restored to the bit, including NaN and infinities. Each line is written with a single append, so a
-    run that is killed leaves at most a torn last line; the next write terminates it. Written lines survive the end of
+    killed run leaves at most an incomplete last line, which the next write terminates. Written lines survive the end of
     the process. They are not synced to disk, so a power failure may lose the last lines. If the disk is full, or
     refuses the write for another reason, the record is skipped, and a warning is issued once.
 
@@ -491,7 +491,7 @@ class RecordWriter:
         self.path, self._strict = Path(path), strict
         self.written_bytes = 0
         """The number of bytes that this writer has written."""
-        self._header = b""  # a header that did not fit on the disk; it must precede the next record
+        self._header = b""  # a header that did not fit on the disk and must precede the next record
 
     def begin(self, *, label: str, group: str, name: str = "", ranks: int = 1, **more: Any) -> int:
         """Write a header line that marks the start of a fit or its continuation.
@@ -587,4 +587,4 @@ def _headers_in(path: Path) -> int:
             last = file.read().rpartition(b"\n")[2]
     except OSError:
         return 0
-    return count - last.startswith(_HEADER_START)  # a run was killed in the middle of a line
+    return count - last.startswith(_HEADER_START)  # do not count a last line that a killed run left incomplete

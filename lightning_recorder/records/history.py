@@ -28,7 +28,7 @@ _KEPT_AT_THE_END = 64
 _MANY_SITES = 200
 _MOST_COLUMNS = 6  # the most cached columns
 _FEWEST_COLUMNS = 3  # the most cached columns if they are large; no rule compares more statistics of a history
-_MOST_CELLS = 2**19  # 4 MB
+_MOST_CELLS = 2**19  # the most values in cached columns, 4 MB
 _WITH_HISTOGRAMS = 2  # the number of latest records with histograms, as many as the rules read
 
 
@@ -91,7 +91,7 @@ class History(Generic[Key]):
         self._kept: NDArray[np.intp] | None = None
         """The indices in the cells of the sites of a partial history; None for all."""
         self._width = 0
-        """The number of sites in the cells that a partial history was made from."""
+        """The number of sites in the cells, which a partial history shares with the whole history."""
 
     def __len__(self) -> int:
         return len(self.steps)

@@ -27,7 +27,7 @@ __all__ = ["Floats", "Schema", "SiteStatistics", "Table", "is_of_data", "make_sc
 
 Floats = NDArray[np.float64]
 
-_SIDES = ("in.prediction", "in.target", "in.scores")  # these may have any values
+_SIDES = ("in.prediction", "in.target", "in.scores")  # the paths of loss inputs, which may have any values
 
 _FOR_HISTOGRAM = ("count", "mean", "rms", "min", "max")
 _MOST_PARTS = 64  # the most cached schemas of subsets
@@ -41,7 +41,7 @@ def _no_bins() -> Tensor:
 
 
 def is_of_data(name: str, path: str) -> bool:
-    """Return True for the site of a batch tensor or of a loss input. Their values may have any scale."""
+    """Return True for the site of a batch tensor or of a loss input. Such tensors may have any values."""
     return path.startswith(_SIDES) or is_batch(name, path)
 
 

@@ -301,7 +301,7 @@ def attends_padding(
 ) -> Iterator[Finding]:
     """Yield the layers whose queries give some of their attention to padding."""
     found = _layers_above(evidence, "attention_padding", persistence, share)
-    found = [each for each in found if each.attention_padding[-1] < most]  # from there on, the mask is inverted
+    found = [each for each in found if each.attention_padding[-1] < most]  # above this limit, the mask is inverted
     if found:
         last = float(found[0].attention_padding[-1])
         verdict = f"tokens give {last:.0%} of their attention in {found[0].module} to padding"
@@ -666,7 +666,7 @@ def _factors(graph: Graph, node: Node) -> tuple[int, list[float]]:
 
 
 def _back(graph: Graph, node: Node, found: list[float], passed: Sequence[str]) -> Node | None:
-    """Skip the operations in ``passed`` backwards and return the one before them; append their constant factors."""
+    """Return the first operation before a node that is not in ``passed``, and collect the factors of those skipped."""
     while True:
         edges = graph.into(node)
         if not edges:

@@ -171,7 +171,7 @@ def _rotations(step: RecordedStep, side: Node, projections: list[Node]) -> int:
 
 
 def _on_the_way(step: RecordedStep, side: Node, projections: list[Node]) -> Iterator[Node]:
-    """Yield the operations between the projections of an attention and one of its inputs, ``side``."""
+    """Yield the operations between the projections of an attention and ``side``, one of its inputs."""
     begins, todo, seen = {each.id for each in projections}, [side], {side.id}
     while todo and len(seen) < _MOST:
         node = todo.pop()
@@ -278,7 +278,7 @@ def odd_activation(evidence: Evidence) -> Iterator[Finding]:
     is_lasting=True,
 )
 def odd_attention(evidence: Evidence, *, factor: float = 3.0) -> Iterator[Finding]:
-    """Yield an attention whose queries, keys, values or scores are computed unlike in the rest of its stack.
+    """Yield an attention whose queries, keys, values or scores are computed differently from the rest of its stack.
 
     A stack in which all values are multiplied by a constant is found, too.
     """

@@ -113,7 +113,7 @@ def sudden_change(
 def _is_sudden(values: Floats, beyond: float) -> bool:
     """Return True if the last change is larger than the changes before it."""
     steps = np.diff(np.log(values))
-    if not np.isfinite(steps).all():  # from zero or to zero
+    if not np.isfinite(steps).all():  # one of the values is zero
         return True
     return bool(abs(steps[-1]) > np.abs(steps[:-1]).max() + np.log(beyond))
 
@@ -195,7 +195,7 @@ def block_trend(
         for group in families_of(evidence, table, values, fewest):
             logs = np.log([values[site] if values[site] > 0 else np.nan for site in group])
             steps, change = np.diff(logs), abs(float(logs[-1] - logs[0]))
-            is_jump = np.abs(steps).max() > jump * change  # in one block
+            is_jump = np.abs(steps).max() > jump * change  # most of the change is in one block
             is_steady = (steps > np.log(each)).all() or (steps < -np.log(each)).all()
             if not is_steady or is_jump or change <= np.log(total):
                 continue

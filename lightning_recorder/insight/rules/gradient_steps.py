@@ -19,7 +19,7 @@ from lightning_recorder.records.table import Floats
 __all__ = ["GRADIENT_STEP"]
 
 GRADIENT_STEP = "gradient-step"
-"""The rule about a factor between the gradients of two blocks."""
+"""The rule about a jump between the gradients of two neighboring blocks."""
 
 _WHY_WITHOUT_SUM = "A factor in this block, a division by the spread of channels that are constant, or a detach()."
 _NEXT_WITHOUT_SUM = "Look at what is computed there, with which factors, and for channels that are all zero."

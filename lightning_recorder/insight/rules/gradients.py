@@ -41,7 +41,7 @@ _NEXT_ZERO_LOSS = "Look at the factors of the loss, and at what comes between th
 _FLAT = re.compile(r"(round|sign|floor|ceil|trunc|heaviside)_?")
 _WHY_FLAT = "A function with steps does not change where its input changes a little, so that nothing before it learns."
 _NEXT_FLAT = "Compute the loss without it, as a soft Dice loss of probabilities; round for metrics alone."
-_SMALLEST_NORMAL = 6.1e-5  # float16
+_SMALLEST_NORMAL = 6.1e-5  # of float16 numbers
 
 
 def without_gradient(evidence: Evidence, records: int) -> dict[str, bool]:

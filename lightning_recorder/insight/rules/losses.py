@@ -32,8 +32,8 @@ _ANY = ("any",)
 _CUTS_OFF = re.compile(r"(relu|hardtanh|relu6|softplus|sigmoid|hardsigmoid|tanh)_?")  # activations with a limited range
 CLAMPS = ("clamp", "clip", "clamp_", "clip_")
 _NO_PROBABILITY = re.compile(r"(relu|relu6|softplus|tanh|hardtanh)_?|linear|conv\dd")
-_NO_PROBABILITIES = re.compile(rf"sigmoid_?|{_NO_PROBABILITY.pattern}")  # for several classes
-_POWERS = ("pow", "square", "abs", "__pow__")  # of a difference, in a loss written as a formula
+_NO_PROBABILITIES = re.compile(rf"sigmoid_?|{_NO_PROBABILITY.pattern}")  # no distribution over several classes
+_POWERS = ("pow", "square", "abs", "__pow__")  # the functions of a difference in a loss written as a formula
 DIFFERENCES = ("sub", "__sub__", "__rsub__", "rsub")
 
 

@@ -39,7 +39,7 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _PRODUCTS = ("matmul", "bmm")
 _MASKS = ("masked_fill", "where", "add", "clamp")
 _CLOSE = 0.01
-_FEWEST = 2  # layers of attention
+_FEWEST = 2  # the least number of attention layers
 _ALIKE = {
     ATTENTION,
     *("embedding", "linear", "addmm", "matmul", "bmm", "softmax", "layer_norm", "rms_norm", "masked_fill"),
@@ -853,7 +853,7 @@ def encoder_cut_off(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _with_gradient(step: RecordedStep, node: Node) -> set[int]:
-    """Return the ids of a node and of all nodes that a gradient reaches from it."""
+    """Return the ids of a node and of all nodes that a gradient reaches from this node."""
     found, todo = {node.id}, [node]
     while todo:
         each = todo.pop()

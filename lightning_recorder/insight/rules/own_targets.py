@@ -82,7 +82,7 @@ def no_stop_gradient(evidence: Evidence, *, persistence: int = 8, share: float =
 
 
 def _own_target(evidence: Evidence, step: RecordedStep) -> Iterator[Finding]:
-    """Yield the errors whose target is a tensor of the batch plus the best output of the same layer."""
+    """Yield the losses whose target is a tensor of the batch plus the largest output of the same layer."""
     for node in step.operations:
         sources = step.sources(node)
         if node.name not in ELEMENTWISE or len(sources) < 2 or sources[1].id not in step.trained:

@@ -1,4 +1,4 @@
-"""Rules about the value of the loss. The rules about the whole run yield notes, shown if nothing else is found."""
+"""Rules about the value of the loss. Rules about the whole run yield notes, which need a run without other findings."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def same_samples_on_ranks(
     whole = evidence.data.rank_epoch
     if whole is None or whole.shared < overlap or whole.compared < compared or whole.distinct < distinct:
         return
-    if whole.shared * whole.compared < whole.ranks:  # as many as a sampler repeats to fill up all ranks
+    if whole.shared * whole.compared < whole.ranks:  # a sampler repeats as many to fill up all ranks
         return
     is_whole = loader.samples is not None and whole.samples >= share * loader.samples
     # For example, each rank has an infinite sampler or a separate data set.

@@ -293,7 +293,7 @@ _EXACT = 10  # below 10, each integer has a histogram bin that begins with it; o
 
 
 def _are_whole(histogram: Histogram) -> bool:
-    """Return True if all values of a histogram are integers from 0 to 9, so that the lower bin edges give its sums."""
+    """Return True if all values of a histogram are integers from 0 to 9: the lower bin edges reproduce its sums."""
     if not histogram.count or histogram.fraction < 1:
         return False
     edges = np.maximum(histogram.edges[:-1], 0)[histogram.counts > 0]

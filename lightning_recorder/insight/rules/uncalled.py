@@ -145,7 +145,7 @@ def _quiet(members: Mapping[str, NDArray[np.bool_]], pause: int, share: float) -
 
 
 def _is_fault(members: Mapping[str, NDArray[np.bool_]], quiet: Mapping[str, int], steady: float, chance: float) -> bool:
-    """Return True if some member is called nearly always and no pause of the quiet members can be chance."""
+    """Return True if some member is called nearly always and chance cannot explain the pauses of the quiet members."""
     rows = max(len(called) - int(called[::-1].argmax()) for called in members.values())
     shares = [float(called.mean()) for number, called in members.items() if number not in quiet]
     chances = [_chance(min(shares), rows - row, len(members)) for row in quiet.values()]
