@@ -147,7 +147,7 @@ class RunFacts:
 
     Args:
         coverage: The contents of ``receipt.json``.
-        types: The class names of modules that are missing in the coverage and in the graph.
+        types: Class names of modules, in addition to those in the coverage and in the graph.
         ignored: The names of the rules to leave out. Consequences of their findings become separate findings.
         watched: The findings of the watch on every step, in the order of their steps.
         data: Facts about the samples of the batches; None if the batches were not watched.

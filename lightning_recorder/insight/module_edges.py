@@ -25,7 +25,7 @@ class Wiring:
     Edges pass through functional operations that are not recorded: after ``h = x + self.branch(x)``, both ``branch``
     and the producer of ``x`` feed the next module. Without a graph, each module feeds the next one.
 
-    The names are in the order of execution. ``types`` has the class names of modules that are not in the graph.
+    The names are in the order of execution. ``types`` has class names of modules, in addition to those in the graph.
     """
 
     def __init__(

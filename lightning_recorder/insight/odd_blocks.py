@@ -162,7 +162,7 @@ def _is_chain(parts: MutableGraph, blocks: Sequence[Node]) -> bool:
 
 
 def _other_calls(calls: Sequence[Sequence[Node]]) -> Iterator[OddBlock]:
-    """Yield the block that is called more or fewer times than all others."""
+    """Yield the block whose number of calls differs from that of all other blocks."""
     counts = [len(each) for each in calls]
     (usual, many), *rest = Counter(counts).most_common()
     if many == len(counts) - 1:

@@ -367,7 +367,7 @@ def _is_sigmoid(functions: tuple[str, ...]) -> bool:
 
 
 def _named(functions: tuple[str, ...]) -> str:
-    """Return the functions in words; for a formula, only the functions beside its arithmetic."""
+    """Return the functions in words, without arithmetic if there are other functions."""
     shown = [each for each in functions if each not in ("mul", "add", "pow", "sub", "div")] or list(functions)
     return " and ".join(shown) if shown else "missing"
 
