@@ -1,4 +1,4 @@
-"""Command line that records a program, and lists, shows, exports, draws and compares recordings."""
+"""The command line: record a program, and list, show, export, draw and compare recordings."""
 
 from lightning_recorder.commands.main import main
 

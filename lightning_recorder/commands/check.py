@@ -1,4 +1,4 @@
-"""``check``: the questions to ask before a long training, about the first fit of a program."""
+"""``check``: answer questions about the first fit of a program, before a long training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``diff``: why runs differ, and the first step and site at which they do."""
+"""``diff``: show why runs differ, and the first step and site with a difference."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lightning_recorder.records.file import json_values
 
 __all__ = ["run"]
 
-_MOST_LINES = 20  # the output fits on a screen
+_MOST_LINES = 20  # the most lines of output, so that it fits on a screen
 _FEWEST_SITES = 3
 _FEW = 8
-_MOST_ALIKE = 3  # lines about one kind of difference
-_LONGEST = 600  # characters of a sentence
+_MOST_ALIKE = 3  # the most lines about one kind of difference
+_LONGEST = 600  # the most characters of a sentence
 
 
 def run(arguments: Namespace, out: TextIO) -> int:
@@ -60,7 +60,7 @@ def _compared(arguments: Namespace) -> list[Comparison]:
 
 
 def _several(found: list[Comparison], arguments: Namespace) -> list[str]:
-    """Format the comparisons of several runs with the first. The sentences call each of the others B."""
+    """Format the comparisons of several runs with the first run, A. Each of the other runs is called B."""
     lines = [f"A  {printable(arguments.runs[0], None)}"]
     for path, each in zip(arguments.runs[1:], found, strict=True):
         lines += [f"B  {printable(path, None)}", f"   {printable(explain(each, exact=arguments.exact), _LONGEST)}"]
@@ -87,7 +87,7 @@ def _first(first: Divergence) -> str:
 
 
 def _changes(changes: list[Change], sentence: str) -> list[str]:
-    """Format the differences of models and settings that the sentence does not have."""
+    """Format the differences of models and settings that the sentence does not mention."""
     texts = [text for text in (printable(str(each)) for each in changes) if text not in sentence]
     more = f" and {len(texts) - _FEW} more" if len(texts) > _FEW else ""
     return [f"also different: {', '.join(texts[:_FEW])}{more}"] if texts else []
@@ -116,7 +116,7 @@ def _table(found: Comparison, most: int) -> list[str]:
     for each in found.sites[:most]:
         first, worst = each.first, each.furthest
         where = [_site(first), printable(first.recorder), _stage(first), str(first.step), str(each.steps)]
-        # The values of histograms are numbers of values, which do not show how they differ.
+        # For a histogram, the two values are only counts, which do not show the difference.
         values = ("", "") if worst.statistic == "histogram" else written_apart(worst.one, worst.other)
         rows.append([*where, f"{worst.distance:.2g}", str(worst.step), printable(worst.statistic), *values])
     more = len(found.sites) - most
@@ -127,7 +127,7 @@ def _table(found: Comparison, most: int) -> list[str]:
 
 
 def _differences(differences: list[Difference], *, is_long: bool) -> list[str]:
-    """Format the differences that are not numerical, with one line for all that are alike."""
+    """Format the differences that are not numerical, with one line for similar ones."""
     lines: list[str] = []
     counts: Counter[str] = Counter()
     for (kind, recorder, one, other), group in groupby(differences, attrgetter("kind", "recorder", "one", "other")):

@@ -1,4 +1,4 @@
-"""``doctor``: what is wrong in a run."""
+"""``doctor``: show the findings of runs."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from lightning_recorder.records.file import STATES
 
 __all__ = ["bad_findings", "run"]
 
-_MOST_LINES = 6  # after the first finding, which is printed in full
-_FEW = 5  # modules in a list
-_WIDTH = 110  # characters
-_INDENT, _LABEL = 2, 8  # characters before a row, and of its label
+_MOST_LINES = 6  # the most lines after the first finding, which is printed in full
+_FEW = 5  # the most modules in a list
+_WIDTH = 110  # the most characters of a line
+_INDENT, _LABEL = 2, 8  # the indentation of a row and the width of its label, in characters
 _BARS = 40
-_LONGEST = 10_000  # characters of a line or a name; only those of a damaged file are longer
+_LONGEST = 10_000  # the most characters of a line or a name; only damaged files have longer ones
 
 
 def run(arguments: Namespace, out: TextIO) -> int:
-    """Print the findings of each run; return 1 if there is one that is no note, else 0."""
+    """Print the findings of each run. Return 1 if any finding is not a note, else 0."""
     runs = open_recording(arguments.path).runs
     examined = {name: each for name, each in runs.items() if each.has_records}
     if not examined:
@@ -62,7 +62,7 @@ def run(arguments: Namespace, out: TextIO) -> int:
 
 
 def bad_findings(run: Run) -> list[Finding]:
-    """Return the findings of a run without notes; none if one of its files is damaged, as its records may not be."""
+    """Return the findings of a run except notes; none if a file is damaged, since the records may still be valid."""
     with suppress(DumpError):
         return [each for each in run.findings if not each.is_note]
     return []
@@ -81,7 +81,7 @@ def _about(run: Run, found: Diagnosis) -> dict[str, Any]:
 
 def _lines(found: Diagnosis, run: Run, arguments: Namespace, out: TextIO) -> list[str]:
     in_full, findings = arguments.all, found.findings
-    # The commands have relative paths if the user works with them.
+    # Print commands with relative paths if the user gave a relative path.
     place: Callable[[Path], str] = str if Path(arguments.path).is_absolute() else os.path.relpath
     # Causes come first, so the first finding matters most. The output fits on a screen.
     shown = findings if in_full else findings[: 1 + _MOST_LINES]
@@ -101,7 +101,7 @@ def _lines(found: Diagnosis, run: Run, arguments: Namespace, out: TextIO) -> lis
 
 
 def _sentence(title: str, text: str, out: TextIO, kind: str = "") -> list[str]:
-    """Return lines with a colored title; a pipe gets one line."""
+    """Return lines with a colored title; a single line if the output is a pipe."""
     width = width_of(out)
     whole = f"{title}:{text}"
     options: dict[str, Any] = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
@@ -159,7 +159,7 @@ def _details(finding: Finding, run: Run, place: Callable[[Path], str], out: Text
 
 def _row(name: str, text: str, out: TextIO) -> list[str]:
     lines = [text]
-    if name not in ("show", "again", "trend"):  # a command is copied as a whole
+    if name not in ("show", "again", "trend"):  # commands are not wrapped, so that they can be copied
         width = min(_WIDTH, (width_of(out) or _WIDTH) - _INDENT)
         lines = textwrap.wrap(text, width - _LABEL, break_long_words=False, break_on_hyphens=False)
     labels = [painted(f"{name:<{_LABEL}}", "quiet", out), *[" " * _LABEL] * len(lines)]
@@ -177,7 +177,7 @@ def _bars(finding: Finding, out: TextIO) -> list[tuple[str, str]]:
 
 
 def _command(finding: Finding, run: Run, log_dir: str) -> str:
-    """Return the command that shows the statistics of the module, or of the modules in it if it is not recorded."""
+    """Return the command that shows the records of a finding's module, or of the modules in it if it has none."""
     words = ["lightning-recorder", "show", log_dir]
     trace = finding.trace
     series = [run[label] for label in run if trace is None or label == trace.recorder]

@@ -1,4 +1,4 @@
-"""``export``: all statistics in one file."""
+"""``export``: write all statistics to one file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _write_csv(recording: Recording, path: Path) -> None:
 
 
 def _cell(value: Any) -> Any:
-    """Neutralize formulas and escape invisible characters in a string; leave numbers as they are, at full precision."""
+    """Neutralize formulas and escape invisible characters in a string. Numbers keep their full precision."""
     if not isinstance(value, str):
         return value
     text = value if value.isprintable() else "".join(map(printable, value))
@@ -78,7 +78,7 @@ def _write_tensors(recording: Recording, path: Path) -> None:
     for name, label, series in _series(recording):
         parts = [_part(series.of(key.stage, key.loader)) for key in series.keys]
         runs.setdefault(name, {})[label] = parts
-    with path.open("wb") as file:  # torch.save raises its own exception types when it opens the file
+    with path.open("wb") as file:  # an own open raises OSError, while torch.save would raise its own types
         torch.save({"format": _FORMAT, "runs": runs}, file)
 
 

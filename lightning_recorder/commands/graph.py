@@ -1,4 +1,4 @@
-"""``graph``: the recorded graph, drawn again."""
+"""``graph``: draw the recorded graph again."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(arguments: Namespace, out: TextIO) -> int:
     if arguments.color and _TEXTS.get(form) in _WITHOUT_COLORS:
         raise ArgumentError(f"the format {form!r} has no colors: leave --color out, or choose a picture such as svg")
     if form == "json" and arguments.depth is None and arguments.max_nodes is None:
-        return _write(json.dumps(graph.to_json()) + "\n", arguments.output, out)  # a program reads all of it
+        return _write(json.dumps(graph.to_json()) + "\n", arguments.output, out)  # programs get the whole graph
     most = _MOST_NODES if arguments.max_nodes is None and arguments.depth is None else arguments.max_nodes
     options: dict[str, Any] = {"depth": arguments.depth, "max_nodes": most, "graph_dir": arguments.direction}
     values, caption = dict[str, float](), ""
@@ -61,7 +61,7 @@ def run(arguments: Namespace, out: TextIO) -> int:
     out.write(f"{printable(str(path), None)}\n")
     if arguments.color:
         drawn, opened = drawing.view.module_calls(), {node.parent for node in drawing.view.nodes}
-        # A closed box without a value of its own has that of a module inside.
+        # A collapsed module without a value shows the value of a module inside of it.
         inside = {name[:end] for name in values for end in range(len(name)) if name[end] == "."}
         closed = {node.name for node in drawn if node.id not in opened}
         names = {node.name for node in drawn}
@@ -71,19 +71,19 @@ def run(arguments: Namespace, out: TextIO) -> int:
 
 
 def _values(run: Run, asked: str, step: int | None) -> tuple[dict[str, float], str, str]:
-    """Return a statistic of each module's output or weight at a step, with its short and its full name."""
+    """Return a statistic of each module's output or weight at a step, and the statistic's short and full name."""
     recorder, _, statistic = asked.partition("/")
     series, statistic = run[recorder], statistic or "rms"
     table = series.values(statistic)  # raises an error that lists the recorded statistics
     step = series.steps[-1] if step is None and series.steps else step
-    series.about(step or 0)  # likewise for the step
+    series.about(step or 0)  # raises an error if the step was not recorded
     place = series.steps.index(step or 0)
     counts = [series.values(name)[place] for name in ("nan_count", "inf_count") if name in series.statistics]
     are_bad = torch.stack([torch.zeros_like(table[place]), *counts]).nan_to_num().sum(0) > 0
     whole: dict[str, tuple[float, bool]] = {}
     rows = zip(series.sites, table[place].tolist(), are_bad.tolist(), strict=True)
     for site, value, is_bad in sorted(rows, key=lambda each: each[0].path not in _WHOLE):
-        whole.setdefault(site.name, (value, is_bad))  # for a module with several tensors, the first one
+        whole.setdefault(site.name, (value, is_bad))  # a module with several tensors shows the first one
     known = {name: value for name, (value, is_bad) in whole.items() if is_bad or not math.isnan(value)}
     return known, statistic, f"{recorder} {statistic} at step {step}"
 

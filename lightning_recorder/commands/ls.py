@@ -1,4 +1,4 @@
-"""``ls``: all runs and their contents."""
+"""``ls``: list all runs and their contents."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _about(run: Run) -> dict[str, Any]:
 
 
 def _recorder(label: str, series: Series) -> dict[str, Any]:
-    """Describe a recorder; return the error instead if it cannot be read, so that the others are still listed."""
+    """Describe a recorder. If it cannot be read, describe the error, so that the other recorders are still listed."""
     try:
         stages = [_stage(series.of(key.stage, key.loader)) for key in series.keys]
         return {

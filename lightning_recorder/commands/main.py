@@ -18,7 +18,7 @@ from lightning_recorder.errors import RecorderError
 __all__ = ["main"]
 
 _PROGRAM = "lightning-recorder"
-_LONGEST_ERROR = 4000  # characters; some errors list all rules
+_LONGEST_ERROR = 4000  # the most characters of an error; some errors list all rules
 _PATH = "the log_dir of a run, its recorder folder, or a parent folder of several runs"
 _TOLERANCE = """\
 Two numbers are equal if their difference is at most ATOL + RTOL * reference. The reference of mean, std, rms, min,
@@ -54,18 +54,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # a character that the terminal lacks must not raise
+            stream.reconfigure(errors="backslashreplace")  # unsupported characters of a terminal must not raise
     chosen = _parser().parse_args(arguments)
     try:
-        # Imported here so that --help does not wait for torch.
+        # Import here so that --help does not wait for torch.
         status: int = import_module(f"lightning_recorder.commands.{chosen.command}").run(chosen, sys.stdout)
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # The reader, for example head, has closed the pipe. Redirect stdout, or Python fails again in its final flush.
+        # The reader, such as head, has closed the pipe. Redirect stdout; otherwise, Python fails again in its final
+        # flush.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # the status of a program that SIGPIPE has terminated
+        return 141  # the status of a program that SIGPIPE terminated
     except KeyboardInterrupt:
         return 130
     except (RecorderError, OSError) as error:
@@ -162,7 +163,7 @@ def _add_show(commands: Any) -> None:
         "site",
         metavar="SITE",
         nargs="*",
-        default=[],  # otherwise argparse calls it required
+        default=[],  # otherwise argparse shows the argument as required
         help="the name of a module, or a glob: * for one part of a name, ** for any number; several are possible",
     )
     show.add_argument("--recorder", metavar="LABEL", help="show only this recorder, for example activations")

@@ -1,4 +1,4 @@
-"""``precision``: the error of weights, activations and gradients in narrow number formats, the worst first."""
+"""``precision``: show the errors of weights, activations and gradients in narrow number formats, worst first."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _MOST_ROWS = 14
 _MOST_NAMES = 10
 _MOST_OUTLIERS = 5
 _STATES = ("state_dict", "model_state_dict", "model", "module")
-"""The keys under which training programs save the parameters."""
+"""The keys under which training programs usually save the parameters."""
 
 
 class _Source(NamedTuple):
-    """A tensor that is read when it is needed."""
+    """A tensor that is read only when needed."""
 
     name: str
     is_weight: bool
@@ -56,7 +56,7 @@ class _Row:
 
 
 def run(arguments: Namespace, out: TextIO) -> int:
-    """Print the tensors, the worst in the chosen format first."""
+    """Print the tensors, those with the largest error in the chosen format first."""
     rows: list[_Row] = []
     left_out: dict[str, str] = {}
     for source in _sources(Path(arguments.path)):
@@ -152,13 +152,13 @@ def _state(path: Path) -> dict[str, Tensor]:
     """Return the parameters and buffers in a file of ``torch.save``."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a foreign file can raise anything in the unpickler
+    except Exception as error:  # with an arbitrary file, the unpickler can raise anything
         what = str(error).partition("\n")[0].partition(". ")[0]
         raise DumpError(
             f"{path} cannot be read by torch.load(weights_only=True): {what}. If it is a whole checkpoint with other "
             "objects, save its parameters with torch.save(model.state_dict(), path)"
         ) from error
-    for _ in range(2):  # the parameters may be one level down
+    for _ in range(2):  # the parameters may be nested one level deeper
         if isinstance(saved, Mapping):
             tensors = {str(name): value for name, value in saved.items() if isinstance(value, Tensor)}
             inner = next((saved[key] for key in _STATES if isinstance(saved.get(key), Mapping)), None)
@@ -241,7 +241,7 @@ def _place(outlier: Outlier) -> str:
 
 
 def _reasons(left_out: Mapping[str, str]) -> str:
-    """Count the tensors by reason; name those that have bad values."""
+    """Count the left-out tensors by reason; name those with non-finite values."""
     parts = []
     for reason, count in Counter(left_out.values()).most_common():
         names = [printable(name) for name, why in left_out.items() if why == reason][:_MOST_NAMES]

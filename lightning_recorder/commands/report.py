@@ -1,4 +1,4 @@
-"""``report``: verdict, graph, charts and settings of a run for a review."""
+"""``report``: write the verdict, graph, charts and settings of a run for a review."""
 
 from __future__ import annotations
 

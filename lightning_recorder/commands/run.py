@@ -1,4 +1,4 @@
-"""``run``: a Python program whose trainers are recorded without a change to it."""
+"""``run``: run a Python program and record its trainers, without a change to the program."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SITE = Path(__file__).parents[1] / "site"
 def run(arguments: Namespace, out: TextIO) -> int:
     """Replace this process by ``python PROGRAM ARGS`` with the environment variable that turns recording on.
 
-    Arguments, ``__main__``, signals, tracebacks and the exit status are therefore those of Python itself.
+    Arguments, ``__main__``, signals, tracebacks and the exit status are therefore the same as without recording.
 
     Raises:
         ArgumentError: If there is no program, if the configuration file cannot be used, or if Lightning would not find
@@ -34,7 +34,7 @@ def run(arguments: Namespace, out: TextIO) -> int:
 
 
 def start(arguments: Namespace, value: str, out: TextIO) -> int:
-    """Replace this process by the program of a command, with a value of the environment variable.
+    """Replace this process by the program of a command, with ``value`` in the variable that turns recording on.
 
     Raises:
         ArgumentError: If there is no program, or if Lightning would not find the callbacks.
@@ -49,7 +49,7 @@ def start(arguments: Namespace, value: str, out: TextIO) -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(_SITE), *filter(None, [before])])
     command = [sys.executable, *_interpreter_options(), *(["-m"] if arguments.module else []), *program]
     out.flush()
-    if os.name != "nt":  # where exec returns to the shell before the program ends
+    if os.name != "nt":  # on Windows, exec returns to the shell before the program ends
         os.execv(sys.executable, command)
     return subprocess.call(command)
 
@@ -73,7 +73,7 @@ def _check_installed() -> None:
 
 
 def _interpreter_options() -> list[str]:
-    """Return the options of ``python -X dev -m lightning_recorder run …`` that precede ``-m``."""
+    """Return the interpreter options before ``-m``, such as ``-X dev`` in ``python -X dev -m lightning_recorder``."""
     given = sys.orig_argv[1:]
     for place, pair in enumerate(pairwise(given)):
         if pair == ("-m", "lightning_recorder"):

@@ -1,4 +1,4 @@
-"""``scale``: the coordinate check, which fits how the values of each site grow with the width of the model."""
+"""``scale``: the coordinate check, which fits the growth of each site's values with the width of the model."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lightning_recorder.records.file import json_values
 __all__ = ["run"]
 
 _MOST_SITES = 14
-_LONGEST = 600  # characters of a sentence
+_LONGEST = 600  # the most characters of a sentence
 
 
 def run(arguments: Namespace, out: TextIO) -> int:
-    """Print the exponents of the sites; return 1 if one of them is off, else 0."""
+    """Print the exponents of the sites. Return 1 if any exponent is off, else 0."""
     runs = [run for path in arguments.runs for run in open_recording(path).runs.values()]
     found = check_scaling(runs, arguments.widths, recorder=arguments.recorder, tolerance=arguments.tolerance)
     if arguments.json:

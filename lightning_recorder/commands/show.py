@@ -1,4 +1,4 @@
-"""``show``: the statistics of sites over the steps, and the sites that meet a condition."""
+"""``show``: print the statistics of sites over the steps, or list the sites that meet a condition."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ __all__ = ["run"]
 
 _FEWEST_ROWS = 5
 _MISSING = "-"
-_NAMED = 1e9  # the degree of a site that a finding names, more than any other has
-_NARROWEST = 6  # characters of a bar chart
-_NUMBERS = 30  # characters of the last, the smallest and the largest value
-_AROUND = 4  # lines around the rows: title, column names, prompt
+_NAMED = 1e9  # the degree of a site that a finding names, above all other degrees
+_NARROWEST = 6  # the least width of a bar chart, in characters
+_NUMBERS = 30  # the width of the last, the smallest and the largest value, in characters
+_AROUND = 4  # the number of lines beside the rows: title, column names, prompt
 
 _OPERATORS: dict[str, Callable[[Floats, float], NDArray[np.bool_]]] = {
     ">=": operator.ge,
@@ -59,7 +59,7 @@ class _Condition(NamedTuple):
 
 
 def run(arguments: Namespace, out: TextIO) -> int:
-    """Print a line for each matching site, all records of them, or the sites that meet a condition."""
+    """Print a line for each matching site, all records of these sites, or the sites that meet a condition."""
     conditions = [_condition(text) for text in arguments.where or ()]
     runs = open_recording(arguments.path).runs
     chosen = [(run, label, series) for run in runs.values() for label, series in _chosen(run, arguments)]
@@ -108,7 +108,7 @@ def _matching(chosen: list[tuple[Run, str, Series]], patterns: list[str]) -> lis
 
 
 def _name(found: _Found) -> str:
-    """Return the name of the module of a site, or of a tensor of the batch."""
+    """Return the module name of a site; for a tensor of the batch, its path."""
     name, path = found.site.site
     return path if is_batch(name, path) else name
 
@@ -152,7 +152,7 @@ def _plain(found: list[_Found], conditions: list[_Condition], wanted: list[str] 
 
 
 def _unusual(series: Series, findings: Sequence[Finding]) -> dict[tuple[str, str], int]:
-    """Return the places, beginning with 1, of the sites of a series that stand out, those of findings first."""
+    """Return the rank, from 1, of each site of a series that stands out. Sites of findings come first."""
     degrees = _degrees(series, findings)
     keys = list(degrees)
     return {keys[row]: place for place, row in enumerate(standing_out(np.array(list(degrees.values()))), 1)}
@@ -161,7 +161,7 @@ def _unusual(series: Series, findings: Sequence[Finding]) -> dict[tuple[str, str
 def _values_of(
     site: SiteSeries, conditions: list[_Condition], wanted: list[str] | None, unusual: dict[tuple[str, str], int]
 ) -> dict[str, Any]:
-    """Return the statistics of a site where the conditions hold, without those that cannot exist."""
+    """Return the statistics of a site at the steps where the conditions hold. Statistics with only NaN are left out."""
     kept = _holds(site, conditions).tolist()
     names = site.statistics if wanted is None else [name for name in wanted if name in site.statistics]
     columns = {
@@ -183,7 +183,7 @@ def _values_of(
 
 
 def _check(found: list[_Found], conditions: list[_Condition]) -> None:
-    """Raise if there is no statistic of a condition."""
+    """Raise an error if the statistic of a condition was not recorded."""
     known = {name for each in found for name in each.site.series.statistics}
     for name, _, _ in conditions:
         if name not in known:
@@ -203,7 +203,7 @@ def _where(found: list[_Found], conditions: list[_Condition], *, several: bool) 
 
 
 def _matches(found: _Found, conditions: list[_Condition]) -> list[list[str]]:
-    """Return the row of a site; no row if no record meets all conditions."""
+    """Return the table row of a site in a list; an empty list if no record meets all conditions."""
     site = found.site
     columns = [site.numbers(condition.statistic) for condition in conditions]
     holds = _holds(site, conditions)
@@ -230,7 +230,7 @@ def _holds(site: SiteSeries, conditions: list[_Condition]) -> NDArray[np.bool_]:
 
 
 class _Part(NamedTuple):
-    """The columns of a line for one of the tensors of a site."""
+    """A group of columns in a line, for one of the tensors of a site."""
 
     title: str
     statistic: str
@@ -238,11 +238,11 @@ class _Part(NamedTuple):
 
 
 _PARTS = (_Part("value", "rms", ""), _Part("gradient", "rms", ".grad"), _Part("update", "update_ratio", ""))
-"""The tensors of a parameter beside each other. The update is relative to the parameter."""
+"""The groups of columns for a parameter. The update is relative to the parameter."""
 
 
 def _summary(found: list[_Found], arguments: Namespace, out: TextIO, *, several: bool) -> list[str]:
-    """List the sites with one line each, the unusual ones first, one table for each recorder."""
+    """List the sites with one line each, unusual sites first, in one table for each recorder."""
     lines: list[str] = []
     runs = {each.run.name: each.run for each in found}
     findings = {name: bad_findings(run) for name, run in runs.items()}
@@ -261,7 +261,7 @@ def _summary(found: list[_Found], arguments: Namespace, out: TextIO, *, several:
             for statistic in wanted or ():
                 sites[0].series.check_statistic(statistic)
             parts = [_Part(statistic, statistic, "") for statistic in wanted or _default_statistics(sites[0].series)]
-            if wanted is not None:  # the update ratio, for example, belongs to parameters and not to their gradients
+            if wanted is not None:  # the update ratio, for example, exists for parameters but not for their gradients
                 sites = [site for site in sites if any(_values(site, part) for part in parts)] or sites
         lines += _lines_of(sites, parts, findings[name], ", ".join(where), out, len(sites) if arguments.all else most)
     return lines
@@ -274,10 +274,10 @@ def _default_statistics(series: Series) -> list[str]:
 def _lines_of(
     sites: list[SiteSeries], parts: list[_Part], findings: Sequence[Finding], where: str, out: TextIO, most: int
 ) -> list[str]:
-    """Return a table with a line for each of at most ``most`` sites of a series; those of findings are the first."""
+    """Return a table with a line for each of at most ``most`` sites of a series. Sites of findings come first."""
     series = sites[0].series
     degrees = _degrees(series, findings)
-    # A parameter is as unusual as the most unusual of its tensors.
+    # The degree of a parameter is the largest degree of its tensors.
     paths = [[site.path + part.suffix for part in parts] for site in sites]
     own = [max(degrees.get((site.name, path), 0.0) for path in some) for site, some in zip(sites, paths, strict=True)]
     ranked = standing_out(np.array(own))
@@ -308,7 +308,7 @@ def _lines_of(
 
 
 def _cells(site: SiteSeries, part: _Part, width: int, out: TextIO) -> list[str]:
-    """Return the last value, the smallest, the largest and a bar chart; empty cells if the statistic cannot exist.
+    """Return the last, the smallest and the largest value and a bar chart; empty cells if no value is known.
 
     The last value is a hyphen if the site is not in the last record.
     """
@@ -327,7 +327,7 @@ def _cells(site: SiteSeries, part: _Part, width: int, out: TextIO) -> list[str]:
 
 
 def _values(site: SiteSeries, part: _Part) -> dict[int, float]:
-    """Return the values of a statistic by step; none if it cannot exist, so that all of them are NaN."""
+    """Return the values of a statistic by step; empty if there are none or all of them are NaN."""
     series, key = site.series, (site.name, site.path + part.suffix)
     if key not in series or part.statistic not in series.statistics:
         return {}
@@ -341,12 +341,12 @@ def _span(steps: list[int]) -> str:
 
 
 def _degrees(series: Series, findings: Sequence[Finding]) -> dict[tuple[str, str], float]:
-    """Return how unusual each site of a series is; one that a finding names is more so than all others."""
+    """Return how unusual each site of a series is. Sites that a finding names get the highest degrees."""
     known = [name for name in compared(series.statistics) if name not in ("rank_mean_min", "rank_mean_max")]
     values = {name: series.numbers(name).T for name in known}
     degrees = unusualness(series.sites, values)
     found = {(site.name, site.path): float(degree) for site, degree in zip(series.sites, degrees, strict=True)}
-    # Of several findings, the first one is the most severe.
+    # Earlier findings are more severe, so they get higher degrees.
     named = dict.fromkeys(series.sites[row] for _, row in rows_of(findings, series.sites) if row is not None)
     return found | {(site.name, site.path): _NAMED - place for place, site in enumerate(named)}
 
@@ -370,7 +370,7 @@ def _kind(site: SiteSeries) -> list[str]:
 def _lines(site: SiteSeries, wanted: list[str] | None, out: TextIO) -> list[str]:
     names = site.statistics if wanted is None else wanted
     columns = {name: site.numbers(name).tolist() for name in names}
-    if wanted is None:  # a statistic that cannot exist, such as the minimum of only NaN
+    if wanted is None:  # leave out statistics without known values, such as the minimum of only NaN
         columns = {name: values for name, values in columns.items() if not all(map(math.isnan, values))}
         names = list(columns)
     steps = site.steps

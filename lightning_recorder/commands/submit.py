@@ -1,4 +1,4 @@
-"""``submit``: a run as a small file for a report, without data, weights or secrets."""
+"""``submit``: write a run as a small file for a bug report, without data, weights or secrets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_recorder.version import __version__
 
 __all__ = ["run"]
 
-_PACKED = ("values", "packed", "bins", "vectors", "sites")  # numbers of a record
+_PACKED = ("values", "packed", "bins", "vectors", "sites")  # the fields of a record with its numbers
 _FILES = ("graph.json", "receipt.json", "findings.json", "data.json", "incidents/*/finding.json")
 _CONTENTS = f"""\
 A run, reduced by lightning_recorder {__version__}. `lightning-recorder doctor FOLDER` and `view FOLDER` read it after
@@ -63,7 +63,7 @@ def _write(texts: Mapping[str, str], file: BinaryIO) -> None:
 
 
 def _texts(each: Run) -> Iterator[tuple[str, str]]:
-    """Yield the files of a run that are submitted, with their texts."""
+    """Yield the names and the texts of the submitted files of a run."""
     for pattern in (f"{RECORDS}/*.jsonl", *_FILES):
         for path in sorted(each.directory.glob(pattern)):
             if is_inside(path, each.log_dir):
@@ -73,9 +73,10 @@ def _texts(each: Run) -> Iterator[tuple[str, str]]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a file of records. A line that is no JSON, such as the last one of a killed run, is left out.
+    """Yield the lines of a record file. Invalid JSON, such as the last line of a killed run, is left out.
 
-    The checksums of batches become numbers, equal ones the same, so that repeated batches are still seen.
+    The checksums of batches are replaced by numbers. Equal checksums get equal numbers, so that repeated batches can
+    still be recognized.
     """
     numbers = count()
     known: dict[str, int] = {}
@@ -97,7 +98,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _reduced(value: Any, name: str = "") -> Any:
-    """Return data without secrets, folders, addresses, hyperparameters that are texts, messages and samples."""
+    """Remove secrets, folders, addresses, hyperparameters that are strings, messages and samples from data."""
     if isinstance(value, dict):
         if "rule" in value and "next" in value and isinstance(value.get("numbers"), dict):
             value = {**value, "next": next_without_samples(value["rule"], value["next"], value["numbers"])}

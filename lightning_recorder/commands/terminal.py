@@ -1,4 +1,4 @@
-"""Terminal output: text without control characters, its width and colors, aligned tables, bar charts."""
+"""Terminal output: text without control characters, width and colors, aligned tables, bar charts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["counted", "module", "number", "painted", "printable", "spark", "tabl
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_BARS = "_.-=+*#@"  # fallback for a terminal that cannot encode block characters
-_LONGEST = 200  # characters
+_LONGEST = 200  # the most characters of a shown text
 _COLORS = {"critical": "1;31", "warning": "1;33", "note": "36", "healthy": "1;32", "title": "1", "quiet": "2"}
 _LEAST_WIDTH = 40
 
@@ -22,7 +22,7 @@ def printable(text: str, longest: int | None = _LONGEST) -> str:
     r"""Escape every invisible character in a text: control characters, direction overrides, lone surrogates.
 
     A name read from a file can therefore neither move the cursor nor imitate another line. A long text is shortened in
-    the middle, except with ``longest=None``, as a command or a path must be.
+    the middle, except with ``longest=None``, which commands and paths need.
 
     Example:
         >>> printable("conv" + chr(27) + "[31m")
@@ -40,7 +40,7 @@ def module(name: str) -> str:
 
 
 def width_of(out: TextIO) -> int | None:
-    """Return the number of columns of a terminal, at least 40; None for a file or a pipe, whose lines stay whole."""
+    """Return the number of columns of a terminal, at least 40; None for a file or a pipe, which gets whole lines."""
     return max(_LEAST_WIDTH, shutil.get_terminal_size().columns) if out.isatty() else None
 
 
@@ -66,7 +66,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def number(value: float | None) -> str:
-    """Format a number with four significant digits; an integer below a million in full.
+    """Format a number with four significant digits, or in full if it is an integer below a million.
 
     Example:
         >>> number(0.123456), number(512.0), number(float("nan")), number(1e-9)
@@ -100,10 +100,10 @@ def table(rows: Iterable[Sequence[str]], *, right: Iterable[int] = ()) -> list[s
 
 
 def spark(values: Sequence[float], width: int, out: TextIO) -> str:
-    """Draw values as bars, scaled from the smallest to the largest finite value; ``x`` marks a bar without one.
+    """Draw values as bars, scaled from the smallest to the largest finite value. ``x`` marks a non-finite bar.
 
-    If there are more values than ``width``, each bar is the mean of several. The encoding of ``out`` determines the
-    characters.
+    If there are more values than ``width``, each bar is the mean of several values. The encoding of ``out`` determines
+    the characters.
     """
     if not values:
         return ""

@@ -1,4 +1,4 @@
-"""``view``: the page of a run."""
+"""``view``: serve the page of a run, or write it to a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The evidence that rules examine, and a view of one site in it."""
+"""The evidence that rules examine, and the view of a single site."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ _OF_THE_RULE = cast("Severity", "")
 
 
 def _none() -> History:
-    """Return a history without a record."""
+    """Return an empty history."""
     return History(STATISTICS)
 
 
 @dataclass(frozen=True)
 class View:
-    """One site in all its records. A site without a record is False, and has no values.
+    """One site in all its records. A view without a record is falsy and has no values.
 
-    The statistics are attributes: ``view.rms`` has the known values, ``[n]``, in the order of the records.
+    Statistics are attributes: ``view.rms`` returns the known values, ``[n]``, in the order of the records.
     """
 
     evidence: Evidence = field(repr=False, compare=False)  # the evidence that has the site
@@ -96,7 +96,7 @@ class View:
 
     @property
     def is_scalar(self) -> bool:
-        """True if the tensor has no dimensions, as a loss."""
+        """True if the tensor has no dimensions, such as a loss."""
         return bool(self) and self.table.shapes[self.table.places[self.site]] == ()
 
     @property
@@ -111,7 +111,7 @@ class View:
 
     @property
     def is_last(self) -> bool:
-        """True if nothing follows the module in the recorded graph, as after a head."""
+        """True if no module follows in the recorded graph, as for a head."""
         return self.evidence.wiring.has_graph and not self.evidence.wiring.outputs.get(self.site.name)
 
     @cached_property
@@ -128,7 +128,7 @@ class View:
 
     @property
     def inputs(self) -> list[View]:
-        """The outputs of the modules that feed this one."""
+        """The outputs of the modules that feed this module."""
         return [self.evidence.output(name) for name in self.evidence.wiring.inputs.get(self.site.name, ())]
 
     def column(self, statistic: str) -> tuple[Floats, NDArray[np.int64]]:
@@ -136,13 +136,13 @@ class View:
         return self.table.column(self.site, statistic) if self else (np.zeros(0), np.zeros(0, dtype=np.int64))
 
     def columns(self, *statistics: str) -> tuple[list[Floats], NDArray[np.int64]]:
-        """Return several statistics in the records that have all of them, ``[n]`` each, and their steps."""
+        """Return several statistics, ``[n]`` each, with their steps. Records that lack one of them are left out."""
         if not self:
             return [np.zeros(0) for _ in statistics], np.zeros(0, dtype=np.int64)
         return self.table.columns(self.site, *statistics)
 
     def histograms(self) -> list[Histogram]:
-        """Return the histograms of the last two records, where they exist."""
+        """Return the histograms of the last two records, as far as they exist."""
         return self.table.histograms(self.site) if self else []
 
     def found(
@@ -155,11 +155,11 @@ class View:
         parts: Sequence[View] = (),
         **numbers: float,
     ) -> Finding:
-        """Make a finding. The rule that yields it adds its name and its texts where they are empty.
+        """Make a finding. The rule that yields the finding fills in its own name and the empty texts.
 
         ``statistic`` is shown over time. ``since`` is the first step that shows the fault, by default the first record.
-        ``others`` are further modules with it, and ``parts`` the heads or experts that have it, if not all of the layer
-        do.
+        ``others`` are further modules with the fault. ``parts`` are the heads or experts with the fault, unless all
+        heads or experts of the layer have it.
         """
         steps = [step for step in self.table.steps if since is None or step >= since] or self.table.steps or [0]
         return Finding(
@@ -199,15 +199,15 @@ class Evidence:
     parameters: History  # the parameters, their gradients, updates and optimizer states
     validation: History  # the outputs in validation
     wiring: Wiring  # the modules and their edges
-    missing: tuple[tuple[str, str], ...] = ()  # the modules without a record of their parameters, with the reason
+    missing: tuple[tuple[str, str], ...] = ()  # the modules without parameter records, each with the reason
     inputs: History = field(default_factory=_none)  # the inputs of modules in training, if they were recorded
     losses: History = field(default_factory=_none)  # the predictions and targets of losses in training
     # the heads of attention in training, with the statistics of :data:`HEAD_STATISTICS`; see :func:`parts_of`
     heads: History = field(default_factory=_none)
-    # the experts of routers in training, with those of :data:`EXPERT_STATISTICS`
+    # the experts of routers in training, with the statistics of :data:`EXPERT_STATISTICS`
     experts: History = field(default_factory=_none)
     data: DataFacts = field(default_factory=DataFacts)  # the samples of the batches
-    results: History = field(default_factory=_none)  # the outputs in training with those of functions behind the layers
+    results: History = field(default_factory=_none)  # all outputs in training, also of functions after the last layer
 
     def before(self, step: int) -> Evidence:
         """Return the evidence before a step."""
@@ -218,7 +218,7 @@ class Evidence:
         return replace(self, **tables, results=self.results.before(step))
 
     def of_model(self) -> Evidence:
-        """Return the evidence without the functions behind the layers, such as those of the loss."""
+        """Return the evidence without the functions after the last layer, such as those of the loss."""
         tables = {
             name: getattr(self, name).without(self.wiring.of_loss)
             for name in ("activations", "gradients", "validation")
@@ -226,7 +226,7 @@ class Evidence:
         return replace(self, **tables, results=self.activations)
 
     def view(self, table: History, name: str, path: str = "") -> View:
-        """Return the view of a site. One without a path stands for the module, or for the model if it has no name."""
+        """Return the view of a site; without a path, a view of the whole module; without a name, of the whole model."""
         return View(self, table, Site(name, path))
 
     def output(self, name: str) -> View:
@@ -247,16 +247,16 @@ class Evidence:
         return [View(self, self.inputs, site) for site in self.inputs.places if site.name == name]
 
     def type_of(self, name: str) -> str:
-        """Return the class name of a module, or that of the module that computes the same as a function.
+        """Return the class name of a module, or of the module class that corresponds to a function.
 
-        It is an empty string if it is unknown.
+        The name is an empty string if it is unknown.
         """
         function = None if name in self.wiring.types else function_of(name)
         return self.wiring.types.get(name, "") if function is None else function.type_name
 
     @property
     def graph(self) -> Graph:
-        """The recorded graph; an empty one if there is none."""
+        """The recorded graph; an empty graph if none was recorded."""
         return self.wiring.graph or Graph((), ())
 
     @cached_property
@@ -264,7 +264,7 @@ class Evidence:
         """The parameters, in the order of execution."""
         by_module: dict[str, list[str]] = {}
         for name, path in self.parameters.places:
-            # The gradients of single batches are recorded for parameters that no optimizer has, too.
+            # Per-batch gradients are also recorded for parameters that are in no optimizer.
             if path not in RUNNING_STATISTICS and not path.endswith(".batch_grad"):
                 by_module.setdefault(name, []).append(path)
         # The sites "weight.grad" and "weight.exp_avg" belong to "weight".
@@ -289,19 +289,19 @@ class Evidence:
         return found
 
     def medians(self, table: History, statistic: str) -> dict[Site, float]:
-        """Return the median over the steps of each site; NaN if it is never known."""
+        """Return the median of a statistic over the steps for each site; NaN if no value is known."""
         return dict(zip(table.places, medians(table.get(statistic)).tolist(), strict=True))
 
 
 def medians(values: Floats) -> Floats:
-    """Return the median of the known values in each column, ``[columns]``; NaN if there are none."""
+    """Return the median of the known values in each column, ``[columns]``; NaN for a column without any."""
     return known_median(values) if len(values) else np.full(values.shape[1], np.nan)
 
 
 def gradient_norms(table: History) -> dict[Site, float]:
     """Return the median L2 norm of each gradient.
 
-    The norm does not depend on the resolution of a feature map, while the rms does.
+    Unlike the rms, the norm does not depend on the resolution of a feature map.
     """
     norms = table.get("rms") * np.sqrt(table.get("count"))
     middle = medians(np.where(norms > 0, norms, np.nan)).tolist()

@@ -1,4 +1,4 @@
-"""Examine a run: from its records and its graph to the ranked findings, while it trains or afterwards."""
+"""Derive the ranked findings of a run from its records and its graph, during or after the training."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ __all__ = ["RunFacts", "RunHistory", "causes_first", "check_rules", "evidence_of
 
 
 def causes_first(rules: Sequence[Rule]) -> dict[str, int]:
-    """Return the place of each rule behind all rules that explain it, and otherwise in the order of the rules.
+    """Return the rank of each rule: after all rules that explain it, otherwise in the given order.
 
     Raises:
-        ValueError: If rules explain each other in a circle, so that no order is right.
+        ValueError: If rules explain each other in a cycle, so that there is no such order.
     """
     causes: dict[str, list[str]] = {rule.name: [] for rule in rules}
     for rule in rules:
@@ -70,19 +70,19 @@ _PLACES = causes_first(RULES)
 
 
 def check_rules(name: str, rules: object) -> tuple[str, ...]:
-    """Return the names of some rules, which may be those of the watch; none are fine.
+    """Check the names of rules, including rules of the watch, and return them. An empty list is allowed.
 
     Raises:
-        ArgumentError: If there is no such rule; names the argument and the closest rule.
+        ArgumentError: If a rule does not exist. The message names the argument and the closest rule.
     """
     return check_some(name, rules, (*(each.name for each in RULES), SPIKE, UNBOUNDED, ACTED)) if rules else ()
 
 
-_SAME_FACTOR = 0.8  # the exponent from which on a factor of the first record is that of the run
+_SAME_FACTOR = 0.8  # the power of the run's factor that the first record must reach to have the same step
 
 
 class RunHistory:
-    """The records of a run, one table for each group and stage.
+    """The records of a run, one history for each group and stage.
 
     Note:
         Memory is bounded: at most 512 records of each kind of tensor are kept, and at most 128 if they take more than
@@ -98,9 +98,9 @@ class RunHistory:
         self._found: tuple[Graph | None, tuple[object, ...], list[Finding]] | None = None
 
     def add(self, record: Table) -> None:
-        """Add a record. Records of one recorder come in the order of their steps; a repeated step is replaced."""
+        """Add a record. Each recorder adds records in the order of their steps. A repeated step is replaced."""
         self._found = None
-        # Targets may be anything: the rules about layers do not apply to them.
+        # Targets may have any values, so the rules about layers do not apply to them.
         group, stage = record.group, record.stage
         record, sides = record.without_losses()
         if sides is not None and stage == "train":
@@ -114,19 +114,19 @@ class RunHistory:
             self._tables.setdefault((f"{group} of inputs", stage), History(STATISTICS)).add(inputs)
 
     def table(self, group: str, stage: str = "train") -> History:
-        """Return the records of a group, or of the inputs of modules as ``"activations of inputs"``; maybe none."""
+        """Return the history of a group, maybe empty. The group of module inputs is ``"activations of inputs"``."""
         return self._tables.get((group, stage), History(STATISTICS))
 
     def counts(self, of_loss: Container[str] = ()) -> dict[str, int]:
-        """Return the number of records with at least one layer for each group, and for the validation.
+        """Return the number of records with at least one layer, for each group and for the validation.
 
         Args:
-            of_loss: The functions that are no layers.
+            of_loss: The functions of the loss, which do not count as layers.
         """
         return group_records({key: table.without(of_loss) for key, table in self._tables.items()})
 
     def findings(self, evidence: Evidence, ignored: Collection[str]) -> list[Finding]:
-        """Return the findings of evidence from these records: those of the last call if the rules read the same."""
+        """Return the findings of evidence from these records; the last findings if nothing has changed."""
         graph = evidence.wiring.graph
         read = evidence.data, evidence.wiring.types, evidence.missing, frozenset(ignored)
         # Equal graphs may differ in what rules show, such as lines of code.
@@ -136,21 +136,21 @@ class RunHistory:
         return self._found[2]
 
     def free(self) -> None:
-        """Free the arrays that rules have read."""
+        """Free the arrays that were cached for the rules."""
         for table in (*self._tables.values(), self.losses, self.heads, self.experts):
             table.free()
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Everything that is known about a run beside its records and its graph.
+    """Everything that is known about a run in addition to its records and its graph.
 
     Args:
         coverage: The contents of ``receipt.json``.
-        types: The class names of the modules, in addition to those in the coverage and in the graph.
-        ignored: The names of the rules to leave out. Consequences of their findings become findings of their own.
+        types: Class names of modules, in addition to those in the coverage and in the graph.
+        ignored: The names of the rules to leave out. Consequences of their findings become separate findings.
         watched: The findings of the watch on every step, in the order of their steps.
-        data: The samples of the batches; None if nothing saw them.
+        data: Facts about the samples of the batches; None if the batches were not watched.
     """
 
     coverage: Mapping[str, Any] = field(default_factory=dict)
@@ -185,7 +185,7 @@ def examine(history: RunHistory, graph: Graph | None = None, facts: RunFacts | N
 
 
 def evidence_of(history: RunHistory, graph: Graph | None, facts: RunFacts) -> Evidence:
-    """Return everything that the rules may examine: layers, without the functions behind them."""
+    """Return everything that the rules may examine: the layers, without the functions after the last layer."""
     tables = [history.table(group) for group in ("activations", "gradients", "parameters", "activations of inputs")]
     activations, gradients, parameters, inputs = tables
     names = [site.name for table in tables for site in table.places]
@@ -207,10 +207,10 @@ def evidence_of(history: RunHistory, graph: Graph | None, facts: RunFacts) -> Ev
 def _findings(evidence: Evidence, ignored: Collection[str]) -> list[Finding]:
     """Return the findings from records: causes first, consequences merged into them."""
     bad = first_bad_step(evidence)
-    # After a NaN every other statistic is a consequence of it.
+    # After a NaN, all other statistics are consequences of the NaN.
     healthy = evidence if bad is None else evidence.before(bad)
     found: list[Finding] = []
-    # Infinite and zero statistics occur; comparisons with the resulting NaN are false.
+    # Infinite and zero statistics may give NaN, and comparisons with NaN are False.
     with np.errstate(all="ignore"):
         for rule in RULES:
             if rule.name not in ignored:
@@ -221,14 +221,14 @@ def _findings(evidence: Evidence, ignored: Collection[str]) -> list[Finding]:
 
 
 def _of_other_loaders(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
-    """Yield what a rule finds in the further loaders of a training."""
+    """Yield the findings of a rule about the second and further training loaders."""
     for number, data in enumerate(evidence.data.others if DATA in rule.needs else (), 2):
         for each in rule.examine(replace(evidence, data=data)):
             yield replace(each, verdict=f"loader {number}: {each.verdict}", path=f"loader {number}")
 
 
 def _types(coverage: Mapping[str, Any]) -> dict[str, str]:
-    """Return the class names of the modules in the receipts."""
+    """Return the class names of the modules in the coverage receipts."""
     receipts = (receipt.get("modules") for receipt in coverage.values() if isinstance(receipt, Mapping))
     modules = (each.items() for each in receipts if isinstance(each, Mapping))
     return {
@@ -240,7 +240,7 @@ def _types(coverage: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _missing(coverage: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the modules without a record in the recorders of parameters, with the reason."""
+    """Yield the modules whose parameters were not recorded, each with the reason."""
     for label, receipt in coverage.items():
         modules = receipt.get("modules") if isinstance(receipt, Mapping) else None
         if label.partition("-")[0] == "parameters" and isinstance(modules, Mapping):
@@ -250,16 +250,16 @@ def _missing(coverage: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _rank(finding: Finding, evidence: Evidence) -> tuple[int, int, int]:
-    # This rule has an order of its own.
+    # This rule orders its findings itself.
     order = 0 if finding.rule == UNLIKE else evidence.wiring.order.get(finding.module, -1)
     return SEVERITIES.index(finding.severity), _PLACES[finding.rule], order
 
 
 def _merged(found: list[Finding], evidence: Evidence) -> list[Finding]:
-    """Merge each finding into the first one that explains it; into the cause of that one if it is itself an effect."""
+    """Merge each finding into the first finding that explains it, or into the cause of that finding."""
     explains = {rule.name: rule.explains for rule in RULES}
     kept: list[Finding] = []
-    effects: list[tuple[int, Finding]] = []  # with the place of their cause
+    effects: list[tuple[int, Finding]] = []  # each with the index of its cause in ``kept``
     for each in found:
         causes = (place for place, one in (*enumerate(kept), *effects) if _explains(one, each, explains, evidence))
         place = next(causes, len(kept))
@@ -274,9 +274,10 @@ def _merged(found: list[Finding], evidence: Evidence) -> list[Finding]:
 
 
 def _precedes(step: Finding, other: Finding, evidence: Evidence) -> bool:
-    """Return True if a step of the gradient was there before a saturation began, at least two records later.
+    """Return True if a step of the gradient was there at least two records before a saturation began.
 
-    Most findings are dated to the first record, which says nothing. The factor of a step is known in each record.
+    Most findings are dated to the first record, so their dates cannot be compared. The factor of a step is known for
+    each record.
     """
     if (step.rule, other.rule) != (GRADIENT_STEP, "saturation"):
         return False
@@ -291,14 +292,14 @@ def _explains(cause: Finding, effect: Finding, explains: Mapping[str, Mapping[st
         return False
     if "any" in where or not cause.module:
         return True
-    # What a layer returns is what the function at its end does.
+    # The output of a layer is the output of the last function that it calls.
     if cause.rule == effect.rule and effect.module.rpartition(".")[0] == cause.module:
         return True
     wiring = evidence.wiring
-    # A zero stops the gradients of the factors that it is multiplied with.
+    # In a product, a factor of zero stops the gradients of the other factors.
     partners = {name for consumer in wiring.outputs.get(cause.module, ()) for name in wiring.inputs[consumer]}
     is_same = effect.module in (cause.module, *cause.others)
-    if ODD_BLOCK in (cause.rule, effect.rule):  # which may name a module in the same block, or the block
+    if ODD_BLOCK in (cause.rule, effect.rule):  # the rule may name a module in the same block, or the block
         is_same |= f"{cause.module}.".startswith(_block(effect)) or f"{effect.module}.".startswith(_block(cause))
     return (
         ("same" in where and is_same)
@@ -308,7 +309,7 @@ def _explains(cause: Finding, effect: Finding, explains: Mapping[str, Mapping[st
 
 
 def _block(finding: Finding) -> str:
-    """Return the innermost numbered module around the module of a finding, or else the module, with a dot."""
+    """Return the innermost numbered module around the module of a finding, or else that module, with a final dot."""
     found = re.match(r"(.*\.)?[0-9]+\.", f"{finding.module}.")
     return found[0] if found else f"{finding.module}."
 

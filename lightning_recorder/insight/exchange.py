@@ -1,4 +1,4 @@
-"""Formats of other tools for findings: SARIF for code scanning, and JUnit for the reports of tests."""
+"""Findings in the formats of other tools: SARIF for code scanning, and JUnit for test reports."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _LEVELS = {"critical": "error", "warning": "warning", "note": "note"}
 _RULES = {rule.name: rule for rule in RULES}
 _LINE = re.compile(r"([^\s()'\",;]+\.(?:py|ipynb)):(\d{1,9})(?!\d)")
-_LONGEST = 10_000  # characters in which a line of code is looked for; only those of a damaged file are longer
-_OF_SAMPLE = {"place", "row"}  # numbers of a finding that names a sample; without an index there is no row
+_LONGEST = 10_000  # the most searched characters of a text; only damaged files have longer texts
+_OF_SAMPLE = {"place", "row"}  # the numbers of a finding that names a sample; without known indices there is no row
 _RANGES = re.compile(r"(?<=its inputs are finite) \([^()]*\)")  # of an operation, which may read the batch
 _NOTHING = Gap("the run", "nothing was recorded", (), is_expected=False)
 
 
 @dataclass(frozen=True)
 class ExaminedRun:
-    """A run and what was found in it."""
+    """A run and its diagnosis."""
 
     name: str  # the name of the run
     directory: Path  # the folder of its recordings
-    diagnosis: Diagnosis | None  # what was found; ``None`` if nothing was recorded
+    diagnosis: Diagnosis | None  # the diagnosis; ``None`` if nothing was recorded
     graph: Graph | None = None  # the recorded graph, for the lines of code
     ignored: Sequence[str] = ()  # the names of the rules that were left out
 
     @property
     def findings(self) -> list[Finding]:
-        """The findings."""
+        """The findings; empty if nothing was recorded."""
         return [] if self.diagnosis is None else self.diagnosis.findings
 
     @property
@@ -53,24 +53,23 @@ class ExaminedRun:
 
 
 def next_without_samples(rule: str, following: str, numbers: Mapping[str, Any]) -> str:
-    """Return the advice of a finding, or that of its rule if it has the values of a sample."""
+    """Return the advice of a finding, or the advice of its rule if the finding has values of a sample."""
     if not _OF_SAMPLE & numbers.keys():
         return following
     return _RULES[rule].next if rule in _RULES else LEFT_OUT
 
 
 def verdict_without_samples(verdict: str) -> str:
-    """Return a verdict without the smallest and the largest values of tensors."""
+    """Return a verdict without the value ranges of tensors."""
     return _RANGES.sub("", verdict)
 
 
 def to_sarif(runs: Iterable[ExaminedRun]) -> dict[str, Any]:
-    """Return the findings as a log of SARIF 2.1.0, as JSON values.
+    """Return the findings as a SARIF 2.1.0 log, as JSON values.
 
-    All runs are in one ``run`` of the log, since GitHub accepts only one for each tool. A result has the line of code
-    of the finding relative to the current folder, or else the file with the finding, because GitHub refuses a file with
-    a result that has none. A gap is a notification. Texts have no folders, addresses and values of
-    samples.
+    All runs share one ``run`` of the log, since GitHub accepts only one per tool. Each result has a location, because
+    GitHub refuses a log without one: the line of code of the finding, relative to the current folder, or else the file
+    with the finding. A gap becomes a notification. Texts contain no folders, addresses or values of samples.
 
     See Also:
         https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html
@@ -78,7 +77,7 @@ def to_sarif(runs: Iterable[ExaminedRun]) -> dict[str, Any]:
     runs = list(runs)
     findings = [(run, each) for run in runs for each in run.findings]
     texts = {each.name: (each.statistic, each.why, each.next, each.severity) for each in RULES}
-    for _, each in findings:  # those of the watch have no rule
+    for _, each in findings:  # findings of the watch have no rule
         texts.setdefault(each.rule, (each.rule, each.why, _next(each), each.severity))
     places = {name: place for place, name in enumerate(texts)}
     driver = {"name": _TOOL, "semanticVersion": __version__, "rules": [_rule(name, *texts[name]) for name in texts]}
@@ -95,8 +94,9 @@ def to_sarif(runs: Iterable[ExaminedRun]) -> dict[str, Any]:
 def to_junit(runs: Iterable[ExaminedRun]) -> str:
     """Return the findings as an XML report of tests in the format of JUnit.
 
-    Each run is a test suite, and each rule a test case of it. One with findings fails, one with notes or without
-    findings passes, and one that could not run is skipped, with the reason. Texts are those of :func:`to_sarif`.
+    Each run is a test suite, and each rule a test case. A rule with findings fails. A rule with notes only or without
+    findings passes. A rule that could not run is skipped, with the reason. The texts are the same as in
+    :func:`to_sarif`.
     """
     suites = ET.Element("testsuites", name=f"{_TOOL} doctor")
     for run in runs:
@@ -133,7 +133,7 @@ def _result(run: ExaminedRun, finding: Finding, rule: int) -> dict[str, Any]:
         "level": _LEVELS.get(finding.severity, "warning"),
         "message": {"text": _text(finding)},
         "locations": [location],
-        # The same finding of a later run is the same alert.
+        # The same finding in a later run is then the same alert.
         "partialFingerprints": {"finding/v1": f"{finding.rule}/{finding.module}/{finding.path}"},
         "properties": {"run": run.name, "firstStep": finding.first_step, "lastStep": finding.last_step},
     }
@@ -174,7 +174,7 @@ def _add_cases(suite: ET.Element, run: ExaminedRun) -> None:
 
 
 def _count(element: ET.Element, inside: ET.Element) -> None:
-    """Set the numbers of test cases, which readers expect in each suite and at the top."""
+    """Set the counts of test cases, which readers expect in each suite and at the root."""
     for name, tag in (("tests", "testcase"), ("failures", "failure"), ("skipped", "skipped"), ("errors", "error")):
         element.set(name, str(len(list(inside.iter(tag)))))
     element.set("time", "0")
@@ -185,7 +185,7 @@ def _rule_of(finding: Finding) -> str:
 
 
 def _text(finding: Finding) -> str:
-    """Return a finding as text that may leave the machine."""
+    """Return a finding as text without private data, so that it may leave the machine."""
     more = f"\nAlso: {', '.join(finding.others)}" if finding.others else ""
     verdict = verdict_without_samples(finding.verdict)
     text = f"{verdict}{more}\nHealthy: {finding.usual}\nWhy: {finding.why}\nNext: {_next(finding)}"
@@ -199,8 +199,8 @@ def _next(finding: Finding) -> str:
 def _place(run: ExaminedRun, finding: Finding) -> tuple[str, int]:
     """Return the file of a finding, relative to the current folder, and its line; 0 if no line of code is known.
 
-    The line is the one that the finding names, or else the one that calls its module. Without either, the file is the
-    one with the finding.
+    The line is the one that the finding names, or else the line that calls its module. If both are unknown, the file is
+    the one that contains the finding.
     """
     nodes = [] if run.graph is None else [node for node in run.graph.nodes if node.source]
     files = {node.source.rpartition(":")[0] for node in nodes}
@@ -215,11 +215,10 @@ def _place(run: ExaminedRun, finding: Finding) -> tuple[str, int]:
 
 
 def _relative(file: str, known: Iterable[str]) -> str:
-    """Return the path of a file of code relative to the current folder; empty if it is not known.
+    """Return the path of a code file relative to the current folder; an empty string if it is unknown.
 
     Args:
-        file: The path as in a finding: relative to the folder in which the program ran, absolute, or the last two parts
-            of it.
+        file: The path in a finding: absolute, relative to the folder in which the program ran, or its last two parts.
         known: The paths in the recorded graph.
     """
     if Path(file).is_absolute():

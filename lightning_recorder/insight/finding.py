@@ -43,7 +43,7 @@ FINDINGS_FORMAT = "lightning_recorder.findings/1"
 
 NON_FINITE = "non-finite"
 ALL_IGNORED = "all-ignored"
-"""The rule about NaN and infinity, which the records and the watch on every step have in common."""
+"""The rules about non-finite values, found in the records and by the watch, and about losses without any target."""
 
 SPIKE = "spike"
 """The rule of the watch about spikes of the loss and the gradient norm."""
@@ -52,44 +52,44 @@ UNBOUNDED = "unbounded-loss"
 """The rule of the watch about a loss that falls far below zero."""
 
 ACTED = "acted"
-"""The rule of the watch about steps at which it has acted on a finding, since the user asks for it."""
+"""The rule of the watch about steps at which it acted on a finding, as the user asked."""
 
 RANKS_DIFFER = "ranks-differ"
-"""The rule about ranks whose replicas differ, which the records and the checksums of the watch have in common."""
+"""The rule about ranks whose replicas differ. Both the records and the checksums of the watch show it."""
 
-_GRADIENT_SPIKE = "gradient-spike"  # the rule about those in the records
+_GRADIENT_SPIKE = "gradient-spike"  # the rule about spikes in the records
 
 LOSS_OF_A_GUESS, STILL_FALLS = "loss-of-a-guess", "still-falls"
-"""The rules about the value of the loss, which say something only if nothing else was found."""
+"""The rules about the value of the loss. Their findings matter only if there are no others."""
 
 ORIGIN_VALUES = "values"
-"""The number of a finding about the first bad value: the count of bad values at its origin, if that is known."""
+"""The key in ``numbers`` for the count of bad values at the origin of the first bad value, if that is known."""
 
 MAXIMIZED = "maximized-loss"
 PRIOR_PUSHED_AWAY = "prior-pushed-away"
-"""The rules about losses with a term of the wrong sign, which fall without bound."""
+"""The rules about losses with a term of the wrong sign. Such losses fall without bound."""
 
 ROSE = "rose"
-"""The number of a finding about a bad value that gives how far the loss or the gradient norm rose before it."""
+"""The key in ``numbers`` for how far the loss or the gradient norm rose before a bad value."""
 
 CAUSES_OF_RISE = ("input-scale", "target-scale", "learning-rate-too-large", "learning-rate-outlier")
-"""The rules about what makes a training diverge."""
+"""The rules about causes of divergence."""
 
 CAUSES_OF_BAD_LOSS = ("double-activation", "no-log-softmax", "output-range")
-"""The rules about what a loss is not defined for."""
+"""The rules about predictions and targets for which a loss is not defined."""
 
 CAUSES_OF_UNBOUNDED = (MAXIMIZED, PRIOR_PUSHED_AWAY, "no-log-softmax", "output-range")
-"""The rules about why a loss has no least value."""
+"""The rules about losses without a lower bound."""
 
 USUAL_UNTIL = "usual_until"
-"""The number of a finding that gives the last step that was recorded before a change."""
+"""The key in ``numbers`` for the last recorded step before a change."""
 
 Severity = Literal["critical", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "note")
-"""The severities, the worst first. A note describes something that is usually intended, so a run is healthy with it."""
+"""The severities, worst first. A note describes something that is usually intended, so the run counts as healthy."""
 
 _RANKS: dict[str, int] = {each: place for place, each in enumerate(SEVERITIES)}
-_RANK_OF_OTHERS = SEVERITIES.index("warning")  # of a severity of a later version
+_RANK_OF_OTHERS = SEVERITIES.index("warning")  # the rank of an unknown severity, from a later version
 
 _BOUND = re.compile(r"(at most |below |at least |above |within a factor of )?-?\d")
 
@@ -98,14 +98,14 @@ _NAMES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 @dataclass(frozen=True)
 class Trace:
-    """The statistic that a finding is about, over the steps.
+    """The statistic of a finding over the steps.
 
     Args:
         recorder: The label of the recorder.
         statistic: The name of the statistic.
         steps: The recorded steps, at most 60 of them.
         values: The value at each step.
-        module: The name of the module that has the tensor.
+        module: The name of the module with the tensor.
     """
 
     recorder: str
@@ -117,7 +117,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class RankStrip:
-    """The distance of each rank from the others, for each compared tensor: the strip of a finding about ranks."""
+    """The distance of each rank from the other ranks for each compared tensor, shown by a finding about ranks."""
 
     ranks: tuple[int, ...]  # the ranks, the rows
     names: tuple[str, ...]  # the names of the tensors, the columns
@@ -128,35 +128,35 @@ class RankStrip:
     # The group of ranks with equal values among those with the same shard, ``[tensors][ranks]``. The largest group is
     # 0.
     groups: tuple[tuple[int, ...], ...]
-    # the root mean square of the difference from group 0, relative to that of the values, ``[tensors][ranks]``, as
-    # estimated from a few sums
+    # the rms of the difference from group 0, divided by the rms of the values, ``[tensors][ranks]``; estimated from a
+    # few sums
     distances: tuple[tuple[float, ...], ...]
-    compared: int  # the number of all tensors that were compared, of which some may have no column
-    step: int = 0  # the number of steps after which they were compared
+    compared: int  # the number of all compared tensors, also of those without a column
+    step: int = 0  # the number of steps before the comparison
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, and its likely cause.
+    """One fault of a run, and its likely cause.
 
     Args:
         rule: The name of the rule, such as ``"dead-output"``.
         severity: ``"critical"``, ``"warning"`` or ``"note"``.
         module: The name of the module at fault; ``""`` for the whole model.
         path: The path of the tensor in the module, as in a :class:`~lightning_recorder.taps.Site`; may be empty.
-        first_step: The first step at which it was recorded.
-        last_step: The last step at which it was recorded.
-        records: The number of records that show it.
+        first_step: The first step at which the fault was recorded.
+        last_step: The last step at which the fault was recorded.
+        records: The number of records that show the fault.
         verdict: What is wrong, in one sentence.
         why: The usual cause.
         next: What to look at and what to try.
         usual: The values of the same statistic in healthy runs.
         numbers: The values that the rule compared, by name.
         others: Further modules with the same finding, or whose own findings follow from it.
-        consequences: The names of the rules that found consequences of it.
+        consequences: The names of the rules that found consequences of this fault.
         trace: The statistic over time, if the finding is about one.
         strip: The distances between ranks, if the finding is about ranks that differ.
-        parts: The numbers of the heads of attention or the experts at fault, if not all of the layer are.
+        parts: The numbers of the attention heads or experts at fault; empty if the whole layer is at fault.
     """
 
     rule: str
@@ -184,15 +184,15 @@ class Finding:
 
     @property
     def layer(self) -> str:
-        """The module that is marked: the one with the values that are shown if it is inside of ``module``, a block."""
+        """The module to mark: ``module``, or the module of the trace if that is inside of ``module``."""
         inner = "" if self.trace is None else self.trace.module
         return inner if self.module and inner.startswith(f"{self.module}.") else self.module
 
     @property
     def measured(self) -> str:
-        """The number that is compared with the usual ones, the first one, with its name.
+        """The first number with its name, which is compared with the usual values.
 
-        Empty if the usual values are no numbers: the verdict has the numbers with what they mean.
+        Empty if ``usual`` has no number: the verdict then explains the numbers.
         """
         if not self.numbers or not _BOUND.match(self.usual):
             return ""
@@ -209,9 +209,9 @@ class Finding:
 def findings_to_json(findings: list[Finding]) -> dict[str, Any]:
     """Return findings as JSON values, the contents of ``findings.json``.
 
-    The keys are ``format``, ``healthy`` (false if there is a finding that is no note), and ``findings``: a ranked list
-    with the fields of :class:`Finding`. NaN and infinities are the strings ``"nan"``, ``"inf"`` and ``"-inf"``, as in
-    record files.
+    The keys are ``format``, ``healthy`` (True if all findings are notes), and ``findings``, a ranked list with the
+    fields of :class:`Finding`. NaN and infinities are the strings ``"nan"``, ``"inf"`` and ``"-inf"``, as in record
+    files.
 
     Example:
         >>> findings_to_json([])
@@ -222,9 +222,9 @@ def findings_to_json(findings: list[Finding]) -> dict[str, Any]:
 
 
 def findings_from_json(data: Any) -> list[Finding]:
-    """Return the findings for the output of :func:`findings_to_json`.
+    """Return the findings from the output of :func:`findings_to_json`.
 
-    A rule or a severity that this version does not know is kept.
+    Rules and severities that this version does not know are kept.
 
     Raises:
         ArgumentError: If the data has another format.
@@ -238,7 +238,7 @@ def findings_from_json(data: Any) -> list[Finding]:
 
 
 def recorded(names: Set[str], modules: Iterable[str]) -> dict[str, str]:
-    """Return the recorded module for each of some names: itself, or else the first one inside of it, if there is one.
+    """Map names to recorded modules: each to itself, or else to the first recorded module inside, if there is one.
 
     Example:
         >>> recorded({"blocks.1", "head"}, ["blocks.0.fc", "blocks.1.norm", "blocks.1.fc", "head"])
@@ -254,9 +254,9 @@ def recorded(names: Set[str], modules: Iterable[str]) -> dict[str, str]:
 
 
 def rows_of(findings: Iterable[Finding], sites: Sequence[Hashable]) -> list[tuple[Finding, int | None]]:
-    """Return each finding with the row of its tensor, or else of the first tensor of its module or inside of it.
+    """Return each finding with the row of its tensor, or else the row of the first tensor in its module.
 
-    Findings about modules without a row are left out; those about the whole model have None.
+    Findings about modules without a row are left out. Findings about the whole model have None.
     """
     rows = {site: place for place, site in enumerate(sites)}
     first: dict[str, int] = {}
@@ -275,21 +275,21 @@ def rows_of(findings: Iterable[Finding], sites: Sequence[Hashable]) -> list[tupl
 
 
 def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> list[Finding]:
-    """Return the findings from records together with those of the watch on every step, ranked.
+    """Return the findings from records and the findings of the watch on every step, ranked together.
 
-    The watch sees the first bad value, and the records only what is left of it at a later step. A finding of the
-    records about values that are not finite is therefore left out if the watch has one. By contrast, one of the watch
-    that knows no origin is left out if the records of the same step name a module, unless the loss rose before: the
-    module is then only where the divergence ended. A spike of the loss or the gradients comes after the findings of the
-    records if one of them began before it, or may have begun between two records, since that is probably the cause. So
-    does a training that diverged, or a loss that is not finite, if the records show what makes it so, and showed it
-    before. If the records show a spike of the gradients between the first and the last one of the watch, it is part of
-    that finding: the watch knows the loss of each step. A loss that falls without bound is left out if the one about
-    the first bad value says so, or the records show a wrong sign, and the values that are not finite are if the records
-    show that the loss has no target.
+    The watch sees the first bad value, while the records see only its consequences at a later step. A finding of the
+    records about non-finite values is therefore left out if the watch has such a finding. There is one exception: a
+    finding of the watch without a known origin is left out if the records of the same step name a module and the loss
+    did not rise before. After a rise, that module is only where the divergence ended. A spike of the loss or the
+    gradients is ranked after the findings of the records if one of them began earlier, or may have begun between two
+    records, since it is probably the cause. The same holds for divergence and for a non-finite loss if the records
+    showed a cause before. A gradient spike in the records between the first and the last spike of the watch is merged
+    into the finding of the watch, which knows the loss of each step. A loss that falls without bound is left out if the
+    finding about the first bad value mentions it, or if the records show a wrong sign. Non-finite values are left out
+    if the records show that the loss has no target.
 
     Args:
-        findings: The findings from records, ranked.
+        findings: The ranked findings from records.
         watched: The findings of the watch, in the order in which they were found.
     """
     named = [each.first_step for each in findings if each.rule == NON_FINITE and each.module]
@@ -298,13 +298,13 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
         for each in watched
         if each.rule != NON_FINITE
         or each.module
-        or ORIGIN_VALUES in each.numbers  # the code of the model itself, or the batch
+        or ORIGIN_VALUES in each.numbers  # the origin is the code of the model itself, or the batch
         or ROSE in each.numbers
         or min(named, default=math.inf) > each.first_step
     ]
     without_target = min((each.first_step for each in findings if each.rule == ALL_IGNORED), default=math.inf)
     watched = [each for each in watched if each.rule != NON_FINITE or each.first_step < without_target]
-    # A loss without a least value, whose cause is known.
+    # The cause of a loss without a lower bound is known.
     unlimited = [each for each in findings if each.rule in CAUSES_OF_UNBOUNDED and not each.is_note]
     if unlimited or any(each.rule == NON_FINITE and UNBOUNDED in each.consequences for each in watched):
         watched = [each for each in watched if each.rule != UNBOUNDED]
@@ -318,17 +318,17 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
         recorded_one = next((other for other in findings if other.rule == each.rule == RANKS_DIFFER), None)
         if recorded_one is not None:
             findings = [other for other in findings if other is not recorded_one]
-            if recorded_one.is_note <= each.is_note:  # the records know the gradients, the watch how far it is
+            if recorded_one.is_note <= each.is_note:  # the records know the gradients, and the watch knows the distance
                 watched[place] = _with_distance(recorded_one, each)
     diverged = next((each for each in watched if ROSE in each.numbers), None)
     reasons = [each for each in findings if each.rule in CAUSES_OF_RISE and not each.is_note]
     of_loss = [each for each in findings if each.rule in CAUSES_OF_BAD_LOSS and not each.is_note]
-    if diverged is None and of_loss:  # a bad value that arises behind all modules
+    if diverged is None and of_loss:  # a bad value that first appears after all modules
         diverged = next((each for each in watched if each.rule == NON_FINITE and not each.module), None)
         reasons = of_loss
     reasons = [each for each in reasons if diverged is not None and each.first_step <= diverged.first_step]
     if diverged is not None and reasons:
-        # The first one is as severe as what follows from it.
+        # The first cause gets the severity of its consequence.
         findings = [replace(each, severity=diverged.severity) if each is reasons[0] else each for each in findings]
     known = {(each.rule, each.module, each.path) for each in watched}
     seen = {each.rule for each in watched}
@@ -346,7 +346,7 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
 
 
 def _with_distance(finding: Finding, other: Finding) -> Finding:
-    """Complete a finding from the records, that ranks differ, by one from the checksums of their parameters."""
+    """Complete a finding of the records about differing ranks with the finding from the parameter checksums."""
     if finding.is_note != other.is_note:
         return finding
     knows_cause = not other.numbers.keys().isdisjoint(("settings", "idle", "step_counts", "no_sync", "not_averaged"))
@@ -364,13 +364,13 @@ def _with_distance(finding: Finding, other: Finding) -> Finding:
 
 
 def _joined(spike: Finding, gradients: Finding) -> Finding:
-    """Return the finding of the watch about a spike together with that of the records about the same step."""
+    """Merge the finding of the watch about a spike with the finding of the records about the same step."""
     known = "the gradient norm to" in spike.verdict
     most = f"most of the gradient at step {gradients.first_step} is in {gradients.module or '(root)'}"
     return replace(
         spike,
         verdict=f"{spike.verdict}; {most if known else gradients.verdict}",
-        # Those of the spike come first, since its usual values are shown beside them.
+        # The numbers of the spike come first, since they are shown with the usual values of a spike.
         numbers={**spike.numbers, **gradients.numbers, **spike.numbers},
         others=tuple(dict.fromkeys([*spike.others, gradients.module, *gradients.others])),
         consequences=(*spike.consequences, gradients.rule, *gradients.consequences),
@@ -381,7 +381,7 @@ def _finding(data: Mapping[str, Any]) -> Finding:
     known = {key: value for key, value in data.items() if key in Finding.__dataclass_fields__}
     known["numbers"] = {name: _number(value) for name, value in data["numbers"].items()}
     known["others"], known["consequences"] = tuple(data["others"]), tuple(data["consequences"])
-    known["parts"] = tuple(data.get("parts", ()))  # earlier versions have none
+    known["parts"] = tuple(data.get("parts", ()))  # files of earlier versions lack this key
     trace = data["trace"]
     if trace is not None:
         steps, values = tuple(trace["steps"]), tuple(map(_number, trace["values"]))

@@ -1,4 +1,4 @@
-"""The rules that could not run, and the reasons: a run is healthy only if there was something to examine."""
+"""The rules that could not run, and the reasons. A run is called healthy only if enough was examined."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lightning_recorder.insight.rule import ANY_GROUP, DATA, GRAPH, VALIDATION, 
 __all__ = ["HEADS", "Diagnosis", "Gap", "gaps_of", "group_records"]
 
 _Reason = tuple[str, str, bool, Callable[[tuple[str, ...], int], bool]]
-"""What could not be examined, why, True if it is expected, and a function that tells the rules by their needs."""
+"""A subject that was not examined, the reason, True if it is expected, and a function that selects rules by needs."""
 
 HEADS = "heads"
 
 FEWEST_RECORDS = 3
-"""The records that most rules need. A run with fewer is not called healthy."""
+"""The number of records that most rules need. A run with fewer records is not called healthy."""
 
 _GROUPS = {"activations": "ActivationRecorder", "gradients": "GradientRecorder", "parameters": "ParameterRecorder"}
-_FEW = 3  # modules that a reason names
+_FEW = 3  # the largest number of modules that a reason names
 _MOST_REASONS = 3
 
 
@@ -32,8 +32,8 @@ class Gap:
         what: The part that could not be examined, such as ``"activations"``.
         why: The reason, in words.
         rules: The names of the rules.
-        is_expected: True if the user left it out, or if only rules that need a longer run are concerned. The run may
-            still be called healthy.
+        is_expected: True if the user left it out, or if only rules that need a longer run could not run. Then the run
+            may still be called healthy.
     """
 
     what: str
@@ -50,7 +50,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The findings of a run, and what could not be examined.
+    """The findings of a run, and the rules that could not run.
 
     Args:
         findings: The findings, causes first.
@@ -62,17 +62,17 @@ class Diagnosis:
 
     @property
     def bad(self) -> list[Finding]:
-        """The findings that are no notes."""
+        """The findings without the notes."""
         return [each for each in self.findings if not each.is_note]
 
     @property
     def open(self) -> tuple[Gap, ...]:
-        """The gaps because of which a run without findings is not called healthy."""
+        """The unexpected gaps. With any of them, a run without findings is not called healthy."""
         return tuple(each for each in self.gaps if not each.is_expected)
 
     @property
     def is_healthy(self) -> bool | None:
-        """True without findings, notes excepted; None if there was too little to examine."""
+        """True if there are no findings except notes; None if too little was examined."""
         return False if self.bad else None if self.open else True
 
     @property
@@ -88,7 +88,7 @@ class Diagnosis:
 
         Raises:
             ArgumentError: If the findings were not written by this package.
-            LookupError, TypeError: If what was not examined was not.
+            LookupError, TypeError: If the list ``not_examined`` is damaged.
         """
         gaps = [
             Gap(str(each["what"]), str(each["why"]), tuple(map(str, each["rules"])), each["is_expected"] is True)
@@ -99,15 +99,15 @@ class Diagnosis:
     def to_json(self) -> dict[str, Any]:
         """Return the diagnosis as JSON values, the contents of ``findings.json``.
 
-        In addition to the keys of :func:`findings_to_json` there is ``not_examined``, a list with the fields of
-        :class:`Gap`. ``healthy`` is None if nothing was found and too little was examined.
+        The keys are those of :func:`findings_to_json` and ``not_examined``, a list with the fields of :class:`Gap`.
+        ``healthy`` is None if there are no findings and too little was examined.
         """
         gaps = [{**asdict(each), "rules": list(each.rules)} for each in self.gaps]
         return {**findings_to_json(self.findings), "healthy": self.is_healthy, "not_examined": gaps}
 
 
 def group_records(tables: Mapping[tuple[str, str], Any]) -> dict[str, int]:
-    """Return the number of records with at least one tensor for each group, and for the validation."""
+    """Return the number of records with at least one tensor, for each group and for the validation."""
     found = dict.fromkeys((*_GROUPS, VALIDATION), 0)
     for (group, stage), table in tables.items():
         name = group.removesuffix(" of inputs") if stage == "train" else VALIDATION
@@ -119,10 +119,10 @@ def group_records(tables: Mapping[tuple[str, str], Any]) -> dict[str, int]:
 def gaps_of(
     records: Mapping[str, int], coverage: Mapping[str, Any], rules: Iterable[Rule], *, known: Mapping[str, bool]
 ) -> tuple[Gap, ...]:
-    """Return the rules that could not run, each under the first reason.
+    """Return the rules that could not run, each with the first reason that applies.
 
-    ``known`` has True for :data:`GRAPH`, :data:`DATA` and :data:`HEADS` if there is a recorded graph, if batches were
-    watched, and if heads of attention were recorded.
+    ``known`` maps :data:`GRAPH`, :data:`DATA` and :data:`HEADS` to True if a graph was recorded, batches were watched,
+    and attention heads were recorded.
     """
     left = [rule for rule in rules if rule.needs]
     found = []
@@ -135,7 +135,7 @@ def gaps_of(
 
 
 def _reasons(records: Mapping[str, int], coverage: Mapping[str, Any], known: Mapping[str, bool]) -> Iterator[_Reason]:
-    """Yield what could not be examined and why, the reasons that the user does not expect first."""
+    """Yield the subjects that were not examined and the reasons, unexpected reasons first."""
     receipts = {group: _receipts(coverage, group) for group in _GROUPS}
     recorded = [group for group in _GROUPS if records[group]]
     most = max(records[group] for group in _GROUPS)
@@ -175,7 +175,7 @@ def _reasons(records: Mapping[str, int], coverage: Mapping[str, Any], known: Map
 
 
 def _nothing(_needs: Collection[str], _least: int) -> bool:
-    """Return False: no rule is concerned as a whole."""
+    """Return False: no rule as a whole is affected."""
     return False
 
 
@@ -188,7 +188,7 @@ def _receipts(coverage: Mapping[str, Any], group: str) -> list[Mapping[str, Any]
 
 
 def _why_empty(receipts: list[Mapping[str, Any]]) -> str:
-    """Return why recorders of a group have no records of training."""
+    """Return the reason why the recorders of a group have no training records."""
     for each in receipts:
         if each.get("ended"):
             return str(each["ended"])
@@ -196,7 +196,7 @@ def _why_empty(receipts: list[Mapping[str, Any]]) -> str:
 
 
 def _why_no_module(receipts: list[Mapping[str, Any]]) -> str:
-    """Return why none of the modules of recorders was recorded; empty if one was, or if there is none."""
+    """Return the reason why recorders recorded no module; empty if they recorded one, or if they have no modules."""
     about: dict[str, Mapping[str, Any]] = {}
     for each in receipts:
         modules, functions = each.get("modules"), each.get("functions")
@@ -212,7 +212,7 @@ def _why_no_module(receipts: list[Mapping[str, Any]]) -> str:
 
 
 def _grouped(missing: Mapping[str, str]) -> str:
-    """Return reasons, each with the first modules that have it."""
+    """Return the reasons in words, each with the first modules that it applies to."""
     names: dict[str, list[str]] = {}
     for name, why in missing.items():
         # "never called: no recorded step called it" says the same twice.

@@ -14,18 +14,18 @@ from lightning_recorder.graph.model import Graph
 __all__ = ["INPUT", "Wiring", "families", "is_position"]
 
 INPUT = "(input)"
-"""The producer of what comes from outside of the model."""
+"""The producer of tensors that come from outside of the model."""
 
-_REMEMBERED = 16  # modules whose neighbors are kept: one cause may explain what many modules show
+_REMEMBERED = 16  # modules whose neighbors are cached, since one cause may explain findings about many modules
 
 
 class Wiring:
     """The recorded modules and the edges between their calls.
 
-    A functional operation that is not recorded is looked through, so that after ``h = x + self.branch(x)`` the next
-    module is fed by ``branch`` and by the producer of ``x``. Without a graph, each module is fed by the one before it.
+    Edges pass through functional operations that are not recorded: after ``h = x + self.branch(x)``, both ``branch``
+    and the producer of ``x`` feed the next module. Without a graph, each module feeds the next one.
 
-    The names are in the order of execution. ``types`` has class names of modules beside those in the graph.
+    The names are in the order of execution. ``types`` has class names of modules, in addition to those in the graph.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class Wiring:
         self.types: dict[str, str] = dict(types or {})
         """The class names of the modules, where known."""
         self.calls: list[str] = []
-        """The module of each call, in the order of time."""
+        """The module of each call, in the order of execution."""
         self.producers: list[frozenset[int]] = []
-        """The calls that feed each call; -1 stands for an input of the model."""
+        """The calls that feed each call; -1 means an input of the model."""
         self.of_loss: frozenset[str] = frozenset()
-        """The recorded functions behind the layers. They are in no call, since rules ask what follows a layer."""
+        """The recorded functions after the last layer. ``calls`` lacks them, since rules ask which layer follows."""
         self.graph = graph
         self.has_graph = graph is not None
         if graph is None:
@@ -53,7 +53,7 @@ class Wiring:
     def _read(self, graph: Graph, names: Collection[str]) -> None:
         self.types |= {node.name: node.type_name for node in graph.nodes if node.kind == "module"}
         functions = {number: name for number, name in function_sites(graph).items() if name in names}
-        # What follows the last layer is the loss, an output that nothing follows, or a metric.
+        # A function after the last layer belongs to the loss or a metric, or makes a final output.
         last = max((node.id for node in graph.nodes if node.kind == "parameter" or node.parameters), default=-1)
         losses = {number for number in functions if number > last or is_of_loss(graph[number])}
         layers = {functions[number] for number in functions.keys() - losses}
@@ -63,7 +63,7 @@ class Wiring:
         for number in functions.keys() - losses:
             owner.setdefault(number, number)
         place: dict[int, int] = {}
-        sources: dict[int, frozenset[int]] = {}  # the producers of each node outside of a recorded call
+        sources: dict[int, frozenset[int]] = {}  # the producers of each node that is outside of all recorded calls
         fed: list[set[int]] = []
         for node in graph.nodes:
             if node.kind in ("backward", "optimizer"):
@@ -87,13 +87,13 @@ class Wiring:
         self.producers = [frozenset(each) for each in fed]
 
     def _may_be_of_loss(self, name: str) -> bool:
-        """Return True for a function that may compute the loss: a loss, or one that the model itself calls."""
+        """Return True for a function that may compute the loss: a loss function, or one that the root module calls."""
         function = None if name in self.types else function_of(name)
         return function is not None and (function.kind == "losses" or "." not in name)
 
     @cached_property
     def inputs(self) -> dict[str, list[str]]:
-        """The modules that feed each module, in the order of time; :data:`INPUT` for an input of the model."""
+        """The modules that feed each module, in the order of execution; :data:`INPUT` for an input of the model."""
         found: dict[str, set[int]] = defaultdict(set)
         for call, producers in enumerate(self.producers):
             found[self.calls[call]] |= producers
@@ -108,7 +108,7 @@ class Wiring:
 
     @cached_property
     def operations(self) -> dict[str, tuple[tuple[str, object], ...]]:
-        """The functions that the code of each module calls itself, with their arguments, in the order of time."""
+        """The functions that each module calls directly, with their arguments, in the order of execution."""
         found: dict[str, list[tuple[str, object]]] = defaultdict(list)
         for node in () if self.graph is None else self.graph.nodes:
             if node.kind == "op" and node.parent is not None and self.graph is not None:
@@ -129,7 +129,7 @@ class Wiring:
 
     @cached_property
     def calls_of(self) -> dict[str, list[int]]:
-        """The calls of each module, in the order of time."""
+        """The calls of each module, in the order of execution."""
         found: dict[str, list[int]] = defaultdict(list)
         for call, name in enumerate(self.calls):
             found[name].append(call)
@@ -137,16 +137,16 @@ class Wiring:
 
     @cached_property
     def downstream(self) -> Callable[[str], AnySet[str]]:
-        """A function that returns the modules that a module feeds, directly or through others, and itself."""
+        """A function that returns a module and all modules that it feeds, directly or through others."""
         return lru_cache(_REMEMBERED)(partial(_reach, edges=self.outputs))
 
     @cached_property
     def upstream(self) -> Callable[[str], AnySet[str]]:
-        """A function that returns the modules that feed a module, directly or through others, and itself."""
+        """A function that returns a module and all modules that feed it, directly or through others."""
         return lru_cache(_REMEMBERED)(partial(_reach, edges=self.inputs))
 
     def is_plain(self, blocks: Sequence[str]) -> bool:
-        """Return True if the blocks of a chain have the same neighbors outside of it, but for the first and the last.
+        """Return True if all inner blocks of a chain have the same neighbors outside of the chain.
 
         In a U-Net, each block has a skip connection to or from another module.
         """
@@ -169,7 +169,7 @@ class Wiring:
         )
 
     def is_parallel(self, before: str) -> bool:
-        """Return True if the members of a list such as ``"experts."`` do not feed each other, and two were called."""
+        """Return True if members of a list such as ``"experts."`` do not feed each other and two or more ran."""
 
         def member(name: str) -> str:
             return name[len(before) :].partition(".")[0]
@@ -180,18 +180,18 @@ class Wiring:
         return self.has_graph and is_called_apart and all(member(name) == member(each) for name, each in feeds)
 
     def leads(self, name: str, to: str) -> bool:
-        """Return True if a module feeds another one, directly or through others, or if they are the same."""
-        # A residual stream feeds all later modules. Those behind the second module are searched only if they have to.
+        """Return True if a module feeds another one, directly or through others, or if both are the same."""
+        # A residual stream feeds all later modules, so the modules after ``to`` are searched only if necessary.
         last = self.order.get(to, -1)
         return self._leads(name, to, last) or self._leads(name, to, len(self.order))
 
     def _leads(self, name: str, to: str, last: int) -> bool:
-        """Return True if a module feeds another one through modules up to a position."""
+        """Return True if a module feeds another one through modules up to a position in the order of execution."""
         found, todo = {name}, deque([name])
         while todo and to not in found:
             for each in self.outputs.get(todo.popleft(), ()):
                 if self.order[each] > last:
-                    break  # outputs are in this order
+                    break  # outputs are in the order of execution
                 if each not in found:
                     found.add(each)
                     todo.append(each)
@@ -207,7 +207,7 @@ class Wiring:
 
     @cached_property
     def order(self) -> dict[str, int]:
-        """The position of each module: that of its first call, or of its record if no call is known."""
+        """The position of each module: of its first call, or of its record if no call is known."""
         first: dict[str, int] = {}
         for place, name in enumerate([*self.calls, *self.names]):
             first.setdefault(name, place)
@@ -215,7 +215,7 @@ class Wiring:
 
 
 def _innermost_calls(graph: Graph, names: Collection[str]) -> dict[int, int]:
-    """Return the id of the recorded call that each node is in; calls that contain recorded calls do not count."""
+    """Map each node to the recorded call around it, by id. Calls that contain recorded calls do not count."""
     recorded = [node for node in graph.nodes if node.kind == "module" and node.name in names]
     outer = {around.id for node in recorded for around in graph.ancestors(node)}
     leaves = {node.id for node in recorded} - outer
@@ -238,15 +238,15 @@ def _reach(name: str, edges: Mapping[str, Sequence[str]]) -> AnySet[str]:
 
 
 def is_position(name: str) -> bool:
-    """Return True if a module or parameter is named after positions, which are often encoded by fixed sines."""
+    """Return True if a name contains "pos": position encodings are often fixed sines."""
     return "pos" in name.rpartition(".")[2].lower()
 
 
 def families(keys: Mapping[str, object], fewest: int) -> list[list[str]]:
-    """Return groups of modules at the same place of repeated blocks, such as ``layers.0.fc`` and ``layers.1.fc``.
+    """Return groups of corresponding modules in repeated blocks, such as ``layers.0.fc`` and ``layers.1.fc``.
 
     Args:
-        keys: The names of the modules, with a value that is equal for modules of equal structure.
+        keys: A value for each module name; modules of equal structure have equal values.
         fewest: The smallest size of a group.
 
     Example:

@@ -1,4 +1,4 @@
-"""Find the one of many equal blocks that computes something else."""
+"""Find the block that differs from many equal blocks."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from lightning_recorder.graph.views.wiring import MutableGraph
 __all__ = ["LIMITS", "OddBlock", "OddLimits", "odd_blocks"]
 
 _BLOCK = "another block"
-_FEW = 3  # the least number of blocks with attention, so that one of them is neither the first nor the last
+_FEW = 3  # the least number of blocks with attention: with three, one is neither the first nor the last
 _ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward")
 _RESIZES = ("pool", "interpolate", "upsample", "pixel_shuffle", "pixel_unshuffle")
-# Functions that one block alone calls by mistake. Others may be its design.
+# A single block that calls one of these functions is probably a mistake. Other functions may be its design.
 _DOUBTFUL = frozenset(
     (
         *("mul", "div", "sub", "neg", "detach", "clamp", "round"),
         *("flatten", "unflatten", "reshape", "view", "transpose", "permute"),
     )
 )
-# Functions that make a mask, as for global attention in one block.
+# Functions that make a mask. A single block may use another mask by design, such as for global attention.
 _MASKS = frozenset(
     (
         *("ones", "zeros", "full", "arange", "tril", "triu", "or", "and", "xor", "not", "invert", "eq", "ne"),
@@ -37,7 +37,7 @@ _MASKS = frozenset(
 )
 
 _Item = tuple[str, str, str, tuple[tuple[str, str], ...]]
-"""A call in a block: the module around it relative to the block, its function or class, its path, and its settings."""
+"""A call in a block: the calling module relative to the block, the function or class, the path, and the settings."""
 
 
 @dataclass(frozen=True)
@@ -45,47 +45,47 @@ class OddLimits:
     """The limits of the comparison of blocks."""
 
     fewest: int = 8  # the least number of blocks in a list
-    # The largest number of kinds of calls in which the odd block differs. A block of another design differs in more.
+    # The largest number of kinds of calls that may differ. A block of another design differs in more.
     kinds: int = 3
-    period: int = 8  # the largest number of blocks after which the kinds of blocks in a list repeat
-    periods: int = 3  # the least number of such periods in a list
+    period: int = 8  # the longest period with which the kinds of blocks in a list repeat, in blocks
+    periods: int = 3  # the least number of periods in a list
     alike: int = 6  # the least number of equal blocks in a network in stages
-    others: float = 0.25  # the largest share of blocks that are neither equal nor the odd one
+    others: float = 0.25  # the largest share of further blocks that differ from the equal ones
 
 
 LIMITS = OddLimits()
-"""The limits by default."""
+"""The default limits."""
 
-_known: tuple[weakref.ref[Graph], OddLimits, tuple[OddBlock, ...]] | None = None  # a run is examined again and again
+_known: tuple[weakref.ref[Graph], OddLimits, tuple[OddBlock, ...]] | None = None  # the last result
 
 
 @dataclass(frozen=True)
 class OddBlock:
     """A block that differs from all other blocks of its list."""
 
-    module: str  # the module in which it differs: the block, or a module inside of it
+    module: str  # the module with the difference: the block, or a module inside of it
     block: str
-    others: int  # the number of the blocks that it is compared with: all others, or those of its kind
+    others: int  # the number of blocks in the comparison: all other blocks, or the others of its kind
     what: str  # the difference, in words
-    source: str = ""  # the line of code of a call that the block has and the others lack, or the other way around
-    # True if the block only calls functions or modules that the others do not, makes another mask, or has layers of
-    # another class or fewer layers. It may be of another kind by design, such as one with global attention.
+    source: str = ""  # the line of code of a call that only the block or only the others have
+    # True if the block only has additional calls, another mask, layers of another class, or fewer layers. Such a block
+    # may be intended, such as one with global attention.
     may_be_design: bool = False
-    is_setting: bool = False  # it only has other settings of the calls that all others have
-    is_doubtful: bool = False  # the blocks are so few that they may alternate
-    # True if all others are equal; False if they differ in sizes or are of several kinds in turn
+    is_setting: bool = False  # True if the block has the same calls as all others, with other settings
+    is_doubtful: bool = False  # True if there are so few blocks that two kinds may alternate
+    # True if all other blocks are equal; False if they differ in size or alternate between kinds
     is_one_kind: bool = True
 
 
 def odd_blocks(graph: Graph, limits: OddLimits = LIMITS) -> tuple[OddBlock, ...]:
-    """Return the blocks that compute something else than all other blocks of their list, which are equal.
+    """Return the blocks that differ from all other blocks of their list, which are equal.
 
     A list has at least eight blocks, or three if they compute attention.
 
-    The modules must be of the same class, and each must feed the next one. The first and the last block may differ from
-    the others and are never named, because they often have other neighbors. A difference that one of them has, too, is
-    left out. The other blocks may also differ in sizes, as in the stages of a convolutional network, or be of several
-    kinds that alternate. A block is then compared with those of its kind. The last result is kept while its graph is.
+    The blocks must be of the same class, and each must feed the next one. The first and the last block are never
+    returned, because their neighbors often make them different. A difference that one of these two also has is left
+    out. The other blocks may differ in size, as in the stages of a convolutional network, or alternate between several
+    kinds. A block is then compared with the blocks of its kind. The last result is cached as long as its graph exists.
     """
     global _known  # noqa: PLW0603 - the result of the last call
     known = _known
@@ -98,7 +98,7 @@ def _odd_blocks(graph: Graph, limits: OddLimits) -> tuple[OddBlock, ...]:
     parts = MutableGraph(graph)
     numbers = cache(partial(forms, graph, parts, with_training=False))
     holders = {node.parent for node in graph.nodes if node.kind == "module"}
-    found: dict[str, OddBlock] = {}  # by module, as a block may be in another one
+    found: dict[str, OddBlock] = {}  # by module, since blocks may be nested
     for calls in chain(_lists(graph, _list_of, _FEW), _lists(graph, _list_in_stages, limits.fewest)):
         blocks = [each[0] for each in calls]
         is_one_list = len({block.parent for block in blocks}) == 1
@@ -120,7 +120,7 @@ def _odd_blocks(graph: Graph, limits: OddLimits) -> tuple[OddBlock, ...]:
 
 
 def _lists(graph: Graph, list_of: Callable[[Node], Hashable], fewest: int) -> Iterator[list[list[Node]]]:
-    """Yield the calls of the modules of each list of at least ``fewest``, in the order of their numbers."""
+    """Yield the calls of the modules of each list with at least ``fewest`` modules, in the order of their numbers."""
     lists: dict[Hashable, dict[tuple[int, ...], list[Node]]] = defaultdict(dict)
     for node in graph.nodes:
         if node.kind in ("backward", "optimizer"):
@@ -134,26 +134,26 @@ def _lists(graph: Graph, list_of: Callable[[Node], Hashable], fewest: int) -> It
 
 
 def _list_of(node: Node) -> Hashable:
-    """Return the list of a module whose name ends with a number: the call and the name without the number."""
+    """Return the key of a module's list: the calling node, and the name without its final number; None without one."""
     name = node.name.rstrip("0123456789")
     return None if name == node.name else (node.parent, name)
 
 
 def _list_in_stages(node: Node) -> Hashable:
-    """Return the name without its numbers if there are at least two, as in ``layer1.0`` of a network in stages."""
+    """Return a name without its numbers if it has at least two, as ``layer1.0`` in a network with stages."""
     name, count = re.subn(r"[0-9]+", "#", node.name)
     return name if count > 1 and name.endswith("#") else None
 
 
 def _is_chain(parts: MutableGraph, blocks: Sequence[Node]) -> bool:
-    """Return True if each module feeds the next one, but for one whose result may be lost."""
+    """Return True if each module feeds the next one. The result of one module may be unused."""
     lost = 0
     for block, after in pairwise(blocks):
         todo, goal = parts.subtree(block.id), set(parts.subtree(after.id))
         seen, last = set(todo), max(goal)
         while todo and lost < 2 and todo[-1] not in goal:
             for edge in parts.users.get(todo.pop(), {}).values():
-                # What comes later does not lead back. Without this, each search may visit the rest of the graph.
+                # Later nodes do not lead back, so the search stops there instead of visiting the rest of the graph.
                 if edge.target not in seen and edge.target <= last:
                     seen.add(edge.target)
                     todo.append(edge.target)
@@ -162,7 +162,7 @@ def _is_chain(parts: MutableGraph, blocks: Sequence[Node]) -> bool:
 
 
 def _other_calls(calls: Sequence[Sequence[Node]]) -> Iterator[OddBlock]:
-    """Yield the block that is called more or fewer times than all others."""
+    """Yield the block whose number of calls differs from that of all other blocks."""
     counts = [len(each) for each in calls]
     (usual, many), *rest = Counter(counts).most_common()
     if many == len(counts) - 1:
@@ -173,7 +173,7 @@ def _other_calls(calls: Sequence[Sequence[Node]]) -> Iterator[OddBlock]:
 
 
 class _Blocks:
-    """The blocks of a list, with their contents. ``with_sizes`` also compares settings that decide sizes."""
+    """The blocks of a list, with their contents. With ``with_sizes``, settings of sizes are compared, too."""
 
     def __init__(
         self, graph: Graph, parts: MutableGraph, blocks: Sequence[Node], limits: OddLimits, *, with_sizes: bool
@@ -186,7 +186,7 @@ class _Blocks:
         return [self._parts.nodes[each] for each in self._parts.subtree(block.id)]
 
     def item(self, node: Node, block: Node) -> _Item:
-        """Return what is compared of a call."""
+        """Return the properties of a call that are compared."""
         around = self._graph[node.parent if node.parent is not None else node.id].name[len(block.name) :]
         arguments = [pair for pair in node.arguments if self.with_sizes or pair[0] not in GEOMETRY]
         if node.kind == "module":
@@ -203,11 +203,11 @@ class _Blocks:
         return [node for node in self.contents(block)[1:] if node.kind in ("op", "module")]
 
     def attend(self) -> bool:
-        """Return True if all blocks but one at most compute attention."""
+        """Return True if all blocks, or all but one, compute attention."""
         return sum(any(map(_is_attention, self.calls(each))) for each in self.blocks) >= len(self.blocks) - 1
 
     def is_resized(self, place: int) -> bool:
-        """Return True if the first output of a block has another shape than that of the block before it."""
+        """Return True if the first outputs of a block and of the previous block differ in shape."""
         before, after = ([meta.shape for meta in self.blocks[each].outputs[:1]] for each in (place - 1, place))
         return before != after
 
@@ -216,7 +216,7 @@ class _Blocks:
         return {self.item(node, block) for node in self.calls(block) if node.kind == "module" and node.total_parameters}
 
     def source(self, block: Node, usual: Node, items: Collection[_Item]) -> str:
-        """Return the line of code of the first call of some kinds that one block has and another one lacks."""
+        """Return the code line of the first call that only one of two blocks has and that is in ``items``."""
         nodes, others = self.calls(block), self.calls(usual)
         here, there = [self.item(each, block) for each in nodes], [self.item(each, usual) for each in others]
         for what, start, end, _, _ in SequenceMatcher(None, here, there, autojunk=False).get_opcodes():
@@ -226,7 +226,7 @@ class _Blocks:
         return ""
 
     def users(self, block: Node) -> set[str]:
-        """Return what takes the results of a block: functions and classes beside it, or a block of the same list."""
+        """Return the users of a block's results: functions and classes outside of it, or another block of the list."""
         inside = {node.id for node in self.contents(block)}
         targets = [edge.target for each in inside for edge in self._parts.users.get(each, {}).values()]
         found = set()
@@ -246,12 +246,12 @@ def _is_attention(node: Node) -> bool:
 
 
 def _are_of_one_kind(known: Sequence[int]) -> bool:
-    """Return True if all blocks between the first and the last one have the same form, but for one at most."""
+    """Return True if at most one block between the first and the last block has another form."""
     return Counter(known[1:-1]).most_common(1)[0][1] >= len(known) - 3
 
 
 def _odd_one(blocks: _Blocks, known: Sequence[int]) -> Iterator[OddBlock]:
-    """Yield the block whose form, arguments or users differ from those of all others."""
+    """Yield the block whose form, arguments or users differ from those of all other blocks."""
     inner = range(1, len(known) - 1)
     counts = Counter(known[place] for place in inner)
     usual = counts.most_common(1)[0][0]
@@ -265,7 +265,7 @@ def _odd_one(blocks: _Blocks, known: Sequence[int]) -> Iterator[OddBlock]:
 
 
 def _odd_of_few(blocks: _Blocks, known: Sequence[int]) -> Iterator[OddBlock]:
-    """Yield the block between the first and the last one whose form differs from that of all others."""
+    """Yield the inner block that differs from the form of all other blocks."""
     usual, count = Counter(known).most_common(1)[0]
     odd = [place for place, each in enumerate(known) if each != usual]
     if count == len(known) - 1 and 0 < odd[0] < count:
@@ -274,7 +274,7 @@ def _odd_of_few(blocks: _Blocks, known: Sequence[int]) -> Iterator[OddBlock]:
 
 
 def _odd_of_kinds(blocks: _Blocks, known: Sequence[int]) -> Iterator[OddBlock]:
-    """Yield the block that is alone in its form, if the others differ in sizes or are of several kinds in turn."""
+    """Yield the block with a unique form, if the other blocks differ in size or alternate between kinds."""
     inner, limits = range(1, len(known) - 1), blocks.limits
     counts = Counter(known)
     alone = [place for place in inner if counts[known[place]] == 1]
@@ -294,7 +294,7 @@ def _odd_of_kinds(blocks: _Blocks, known: Sequence[int]) -> Iterator[OddBlock]:
     if same:
         same = [place for place in others if known[place] == known[same[0]]]
     else:
-        # A block that changes the size is of another kind than one that keeps it.
+        # Blocks that change the size and blocks that keep it are of different kinds.
         others = [place for place in others if blocks.is_resized(place) == blocks.is_resized(odd)]
         kinds = Counter(known[place] for place in others).most_common(1)
         same = [place for place in others if known[place] == kinds[0][0]]
@@ -310,11 +310,11 @@ def _other_form(blocks: _Blocks, block: Node, usual: Node) -> Iterator[OddBlock]
     here, there = blocks.items(block), blocks.items(usual)
     ends = [blocks.items(blocks.blocks[place]) for place in (0, -1)]
     differing = {item for item in here.keys() | there.keys() if here[item] != there[item]}
-    # What a module calls differs with the module.
+    # If a module differs, so do the functions that it calls.
     modules = {path for _, _, path, _ in differing if path}
     differing = {item for item in differing if item[0] not in modules}
     kinds = {item[:3] for item in differing}
-    # A loop over the chosen experts calls all functions of its body more or fewer times.
+    # The number of calls in a loop over experts depends on the number of chosen experts.
     is_loop = len(kinds) > 1 and here.keys() == there.keys()
     if here == Counter({item: 2 * number for item, number in there.items()}):
         yield OddBlock(block.name, block.name, len(blocks.blocks) - 1, "it calls everything twice")
@@ -333,7 +333,7 @@ def _other_form(blocks: _Blocks, block: Node, usual: Node) -> Iterator[OddBlock]
     if is_resized:
         return
     adds = not missing and any(item[2] or item[1] not in _DOUBTFUL for item in extra)
-    # Layers of another class, or none, are made so when the model is built.
+    # Layers that are absent or of another class were chosen when the model was built.
     has_less = not extra and (
         not blocks.learned(usual).isdisjoint(missing)
         or (blocks.with_sizes and block.total_parameters < usual.total_parameters)
@@ -349,7 +349,7 @@ def _other_form(blocks: _Blocks, block: Node, usual: Node) -> Iterator[OddBlock]
 
 
 def _changed(extra: Set[_Item], missing: Set[_Item]) -> list[tuple[_Item, _Item]]:
-    """Return the calls that only differ in their settings, here and in the usual block."""
+    """Return pairs of calls, in this block and in the usual block, that differ only in their settings."""
     alike = {item[:3]: item for item in missing}
     return sorted((item, alike[item[:3]]) for item in extra if item[:3] in alike)
 
@@ -402,7 +402,7 @@ def _common(paths: Sequence[str]) -> str:
 
 
 def _other_arguments(blocks: _Blocks) -> Iterator[OddBlock]:
-    """Yield the block with an argument that is the same in all others, such as a scale or a drop rate."""
+    """Yield the block with another argument than all other blocks, such as another scale or drop rate."""
     contents = [blocks.contents(block) for block in blocks.blocks[1:-1]]
     odd: dict[int, list[tuple[Node, tuple[str, str], tuple[str, str]]]] = {}
     for nodes in zip(*contents, strict=True):
@@ -435,11 +435,11 @@ def _is_setting(node: Node, name: str, value: str) -> bool:
 
 
 def _other_users(blocks: _Blocks) -> Iterator[OddBlock]:
-    """Yield the block whose result is used by other functions than those of its siblings, or not at all."""
+    """Yield the block whose result is unused, or used by other functions than the results of the other blocks."""
     users = [blocks.users(block) for block in blocks.blocks[1:-1]]
     counts = Counter(frozenset(each) for each in users)
     usual = counts.most_common(1)[0][0]
-    # What also uses the result of one block, such as a second head, is part of the design.
+    # An additional user of one block's result, such as a second head, is part of the design.
     odd = [place for place, each in enumerate(users) if usual and (not each or _BLOCK in each - usual)]
     if len(odd) == 1 and counts[usual] >= len(users) - 2:
         block, here = blocks.blocks[odd[0] + 1], users[odd[0]]

@@ -1,4 +1,4 @@
-"""The heads of attention and the experts of routers as sites of their own, which rules view like any other."""
+"""Attention heads and experts of routers, called parts, as sites that rules can view."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["add_parts", "family_of", "layers_of", "listed", "new_parts"]
 
 
 def new_parts(statistics: Sequence[str]) -> History:
-    """Return a history without a record for parts with these statistics."""
-    return History((*statistics, "nan_count", "inf_count"))  # a history keeps the first values that are not finite
+    """Return an empty history for parts with these statistics."""
+    return History((*statistics, "nan_count", "inf_count"))  # a history keeps the first non-finite values
 
 
 def add_parts(history: History, table: Table) -> None:
-    """Add the vectors of a record to a history: each entry is a site, whose path is its number in its layer."""
+    """Add the vectors of a record to a history. Each entry becomes a site, with its number in the layer as the path."""
     names = history.statistics[:-2]
     blocks: dict[Site, NDArray[np.float64]] = {}
     for site in table.sites:
         vectors = table.tensors.get(site, {})
         if names[0] not in vectors:
             continue
-        # Records of an earlier version lack some of them. A damaged file may have others.
+        # Records of an earlier version lack some of the vectors. Vectors in a damaged file may have other lengths.
         unknown = np.full(np.shape(vectors[names[0]]), np.nan)
         columns = [np.asarray(vectors.get(name, unknown)) for name in names]
         if len({each.shape for each in columns}) == 1:
@@ -51,7 +51,7 @@ def layers_of(evidence: Evidence, history: History) -> Mapping[str, list[View]]:
 
 
 def family_of(name: str) -> str:
-    """Return what the names of equal layers in a stack have in common.
+    """Return a layer name with ``*`` in place of its numbers; equal layers of a stack have the same result.
 
     Example:
         >>> family_of("encoder.layers.3.attn.softmax")
@@ -61,7 +61,7 @@ def family_of(name: str) -> str:
 
 
 def listed(word: str, views: Sequence[View]) -> str:
-    """Return the numbers of some parts in words.
+    """Return the numbers of heads or experts in words.
 
     Example:
         >>> views = [View(None, History(()), Site("attn", number)) for number in "2579"]

@@ -1,4 +1,4 @@
-"""Layers and losses that a program writes out, as the functions of torch that compute the same."""
+"""Replace formulas in the graph, such as ``x @ weight + bias``, by the torch functions that compute the same."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _PRODUCTS = ("matmul", "__matmul__", "mm")
 _DIFFERENCES = ("sub", "__sub__", "rsub", "__rsub__", "subtract")
 _ERRORS = {"square": "mse_loss", "pow": "mse_loss", "__pow__": "mse_loss", "abs": "l1_loss"}
 _CLAMPS = ("clamp", "clip", "clamp_", "clip_")
-_TINY = 1e-3  # the limits that keep a probability away from 0 and 1
+_TINY = 1e-3  # the largest distance from 0 and 1 of a clamp that only keeps probabilities away from them
 
 
 def recognized(graph: Graph) -> Graph:
-    """Return a graph that names what a program writes out, so that a rule needs to know one form of it only.
+    """Return a graph with torch functions in place of equivalent formulas, so that rules need to know only one form.
 
-    ``x @ weight + bias`` becomes ``linear``, the mean or the sum of squared or absolute differences of an output and
-    of a tensor of the batch with the same shape ``mse_loss`` or ``l1_loss``, and a clamp that keeps probabilities away
-    from 0 and 1 ``identity``. Other nodes, and all ids, stay as they are.
+    ``x @ weight + bias`` becomes ``linear``. The mean or the sum of squared or absolute differences between an output
+    and a tensor of the batch with the same shape becomes ``mse_loss`` or ``l1_loss``. A clamp that keeps probabilities
+    away from 0 and 1 becomes ``identity``. Other nodes do not change, and no node changes its id.
 
     Example:
         >>> import torch
@@ -50,7 +50,7 @@ def recognized(graph: Graph) -> Graph:
 
 
 class _Form:
-    """The nodes that have another form, by their ids."""
+    """The replaced nodes, by their ids."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -75,7 +75,7 @@ class _Form:
         self._sources[node.id] = sources
 
     def layer(self, node: Node) -> None:
-        """Recognize a linear layer."""
+        """Replace the sum that ends a linear layer."""
         terms = self._into(node) if node.name in _SUMS else []
         if len(terms) != 2 or terms[0].name not in _PRODUCTS or not self._is_used_once(terms[:1]):
             return
@@ -91,7 +91,7 @@ class _Form:
             self._dropped.add(product.id)
 
     def error(self, node: Node) -> None:
-        """Recognize a squared or an absolute error."""
+        """Replace the mean or the sum that ends a squared or an absolute error."""
         power = next(iter(self._into(node)), None) if node.name in ("mean", "sum") else None
         if power is None or power.name not in _ERRORS or dict(power.arguments).get("exponent", "2") not in ("2", "2.0"):
             return
@@ -103,7 +103,7 @@ class _Form:
         given = [{"input"} == self._roots[each.id] - {"op"} for each in sides]
         predicted = ["parameter" in self._roots[each.id] for each in sides]
         if len(shapes) == 2 and shapes[0] == shapes[1] and sorted(given) == [False, True] and given != predicted:
-            # The prediction is the first input of torch's functions.
+            # The loss functions of torch have the prediction as first input.
             place = given.index(False)
             order = [place, 1 - place]
             is_mean = node.name == "mean" and not (node.outputs[0].shape and self._is_summed(node))
@@ -113,12 +113,12 @@ class _Form:
             self._dropped |= {power.id, difference.id}
 
     def _is_summed(self, node: Node) -> bool:
-        """Return True unless the means of the samples are averaged."""
+        """Return True unless the only user of a node is a mean, which averages the errors of the samples."""
         users = [self._graph[edge.target] for edge in self._graph.edges if edge.source == node.id]
         return [each.name for each in users] != ["mean"]
 
     def limit(self, node: Node) -> None:
-        """Recognize a clamp of probabilities."""
+        """Replace a clamp that keeps probabilities away from 0 and 1."""
         if node.name in _CLAMPS and len(self._into(node)) == 1:
             ends = dict(node.arguments)
             try:
@@ -129,7 +129,7 @@ class _Form:
                 self._changed[node.id] = replace(node, name="identity")
 
     def graph(self) -> Graph:
-        """Return the graph in its other form; the same one if nothing changes."""
+        """Return the graph with the replacements; the original graph if there are none."""
         if not self._changed:
             return self._graph
         nodes = [self._changed.get(node.id, node) for node in self._graph.nodes if node.id not in self._dropped]

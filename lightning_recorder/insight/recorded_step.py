@@ -1,4 +1,4 @@
-"""The operations of the recorded step, as the rules about the graph read them."""
+"""The operations of the recorded step, for the rules about the graph."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LOSSES = ELEMENTWISE | frozenset(
         *("multi_margin_loss", "multilabel_soft_margin_loss"),
     ]
 )
-# Functions that keep the values and change at most the shape or the dtype; dropout keeps them up to a factor.
+# Functions that change at most the shape or the dtype, but not the values. Dropout counts, too.
 _SAME_VALUES = re.compile(
     r"view|view_as|reshape|(un)?flatten|transpose|permute|movedim|swapaxes|(un)?squeeze|contiguous|clone|float|double|"
     r"half|to|type|m?[tT]|identity|(\w+_)?dropout\d?d?"
@@ -59,13 +59,13 @@ _COMPARES = ("sub", "__sub__", "rsub", "__rsub__", "mul", "__mul__", "__rmul__")
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """The operations of the first recorded step, with the nodes on both sides of each."""
+    """The operations of the first recorded step, with their sources and users."""
 
     graph: Graph
 
     @cached_property
     def operations(self) -> list[Node]:
-        """The functions that returned, in the order of execution."""
+        """The functions that returned without an error, in the order of execution."""
         return [node for node in self.graph.nodes if node.kind == "op" and not node.failed]
 
     @cached_property
@@ -76,11 +76,11 @@ class RecordedStep:
         return found
 
     def sources(self, node: Node) -> list[Node]:
-        """Return the nodes that a node takes tensors from, in the order of its arguments."""
+        """Return the nodes whose tensors a node gets, in the order of its arguments."""
         return [self.graph[edge.source] for edge in self.graph.into(node)]
 
     def ancestors(self, node: Node) -> set[int]:
-        """Return the ids of the nodes that a node depends on."""
+        """Return the ids of all nodes that a node depends on."""
         found, todo = set[int](), [node]
         while todo:
             for source in self.sources(todo.pop()):
@@ -90,11 +90,11 @@ class RecordedStep:
         return found
 
     def users(self, node: Node) -> list[Node]:
-        """Return the nodes that take the output of a node, without the losses' backward passes."""
+        """Return the operations that take the output of a node; backward passes are left out."""
         return [user for user in self._users.get(node.id, ()) if user.kind == "op"]
 
     def behind(self, node: Node) -> Node | None:
-        """Return the node that made the values of the first input, through changes of the shape."""
+        """Return the node that computed the values of the first input, skipping changes of shape or dtype."""
         sources = self.sources(node)
         while sources and keeps_values(sources[0]):
             inner = self.sources(sources[0])
@@ -104,11 +104,11 @@ class RecordedStep:
         return sources[0] if sources else None
 
     def made_by(self, node: Node) -> Node:
-        """Return the node that made the values of a node, through changes of the shape; the node itself without any."""
+        """Return the node that computed the values of a node, skipping changes of shape or dtype."""
         return (self.behind(node) or node) if keeps_values(node) else node
 
     def readers(self, node: Node) -> Iterator[Node]:
-        """Yield the operations that use the values of a node, through changes of the shape."""
+        """Yield the operations that use the values of a node, skipping changes of shape or dtype."""
         todo = self.users(node)
         while todo:
             user = todo.pop()
@@ -119,7 +119,7 @@ class RecordedStep:
 
     @cached_property
     def roots(self) -> dict[int, frozenset[str]]:
-        """The kinds of the tensors that each node depends on, such as ``input`` and ``parameter``."""
+        """The kinds of tensors that each node depends on, such as ``input`` and ``parameter``."""
         found: dict[int, frozenset[str]] = {}
         for node in self.graph.nodes:
             own = frozenset([node.kind]) if node.kind in ("input", "parameter", "buffer", "tensor") else frozenset()
@@ -128,10 +128,9 @@ class RecordedStep:
 
     @cached_property
     def batch(self) -> int:
-        """The number of samples if the step leaves no doubt: each input begins with it, and each has one target; or 0.
+        """The number of samples; 0 unless it is the first size of each input, and each sample has one target.
 
-        In a step of sequences that begin with the time, the first dimension is not the batch. Then no loss takes one
-        target for each of its entries.
+        For sequences with time as the first dimension, no loss has one target for each entry of this dimension.
         """
         shapes = [node.outputs[0].shape for node in self.graph.nodes if node.kind == "input" and node.outputs]
         sizes = {shape[0] for shape in shapes if shape}
@@ -144,11 +143,11 @@ class RecordedStep:
 
     @cached_property
     def probabilities(self) -> dict[int, Node]:
-        """The node that makes the probabilities of each cross-entropy that is written out, by the id of its last part.
+        """The node with the probabilities of each cross-entropy written as a formula, by the id of the last node.
 
-        It is the sum of the targets times the logarithm of the probabilities, which may be divided by their sum, or
-        nll_loss of that logarithm. A cross-entropy of two classes also has the logarithm of the opposite, and is left
-        out.
+        The formula is the sum of the targets times the logarithm of the probabilities, or nll_loss of that logarithm.
+        The probabilities may be divided by their sum. A binary cross-entropy, which also has the logarithm of 1 - p, is
+        left out.
         """
         logarithms = {last: self.made_by(side) for last, (side, _) in self.comparisons.items()}
         logarithms = {last: each for last, each in logarithms.items() if "mul" in self.graph[last].name}
@@ -166,12 +165,12 @@ class RecordedStep:
 
     @cached_property
     def function_names(self) -> dict[int, str]:
-        """The names of the sites of the functions that can be recorded, by the id of the operation."""
+        """The site names of the functions that can be recorded, by the id of the operation."""
         return function_sites(self.graph)
 
     @cached_property
     def last_layer(self) -> int:
-        """The id of the last node with a parameter; -1 without any."""
+        """The id of the last node with a parameter; -1 if no node has one."""
         return max((node.id for node in self.graph.nodes if node.kind == "parameter" or node.parameters), default=-1)
 
     @cached_property
@@ -186,7 +185,7 @@ class RecordedStep:
 
     @cached_property
     def gives_gradients(self) -> set[int]:
-        """The ids of the nodes that the backward passes begin at or lead to, if nothing stops them."""
+        """The ids of the nodes that a gradient reaches in a backward pass if nothing stops it."""
         found, todo = set[int](), [node for node in self.graph.nodes if node.kind == "backward"]
         while todo:
             for source in self.sources(todo.pop()):
@@ -197,10 +196,10 @@ class RecordedStep:
 
     @cached_property
     def signs(self) -> dict[int, set[int]]:
-        """The signs, 1 and -1, that the terms of a loss have in it, by the id of the operation.
+        """The signs of the terms of a loss, 1 or -1, by the id of the operation.
 
-        A term reaches the loss through sums, means, changes of the shape and constant factors alone. The signs are not
-        known if the backward pass begins with a given gradient.
+        A term reaches the loss only through sums, means, changes of shape and constant factors. The signs are unknown
+        if the backward pass begins with a given gradient.
         """
         found: dict[int, set[int]] = {}
         passes = [node for node in self.graph.nodes if node.kind == "backward" and not setting(node, "gradient")]
@@ -213,7 +212,7 @@ class RecordedStep:
         return found
 
     def _linear_terms(self, node: Node) -> list[tuple[Node, int]]:
-        """Return what an operation adds up, each with the sign of its factor; nothing if it does something else."""
+        """Return the summands of an operation, each with the sign of its factor; none if the operation is not a sum."""
         sources, kind = self.sources(node), node.name.strip("_")
         if kind in ("mean", "sum", "stack", "cat") or keeps_values(node):
             return [(each, 1) for each in sources]
@@ -228,9 +227,10 @@ class RecordedStep:
 
     @cached_property
     def comparisons(self) -> dict[int, tuple[Node, Node]]:
-        """The prediction and the target of each operation of a loss that the step computes itself, by its id.
+        """The prediction and the target of each comparison in a loss written as a formula, by the id of the operation.
 
-        Behind the last layer, it is a difference or a product of what the model returns and of a tensor of the batch.
+        A comparison is a difference or a product, after the last layer, of an output of the model and a tensor of the
+        batch.
         """
         found = {}
         for node in self.operations:
@@ -241,17 +241,17 @@ class RecordedStep:
         return found
 
     def is_loss(self, node: Node) -> bool:
-        """Return True for a loss of torch, and for the comparison of a loss that the step computes itself."""
+        """Return True for a loss function of torch, and for a comparison in a loss that is written as a formula."""
         return node.name in LOSSES or node.id in self.comparisons
 
     def _given_shape(self, node: Node) -> Shape | None:
-        """Return the shape of the first tensor of the batch that a node follows from."""
+        """Return the shape of the tensor that is reached from a node by following the first sources."""
         while node.kind == "op" and (sources := self.sources(node)):
             node = sources[0]
         return node.outputs[0].shape if node.outputs else None
 
     def place(self, node: Node) -> str:
-        """Return the module that calls an operation, with the line of the call."""
+        """Return the module that calls an operation, with the code line of the call."""
         owner = self.owner(node) or "training_step"
         return f"{owner} ({node.source})" if node.source else owner
 
@@ -261,17 +261,17 @@ class RecordedStep:
 
 
 def softmax_dimension(node: Node) -> int | None:
-    """Return the dimension of a softmax, not negative; None if it is not known."""
+    """Return the dimension of a softmax as a non-negative number; None if it is unknown."""
     shape, text = shape_of(node), setting(node, "dim")
     if not shape:
         return None
-    if text in ("", "None"):  # torch's choice for a softmax without a dimension
+    if text in ("", "None"):  # the default of torch for a softmax without a dimension
         return 0 if len(shape) in (1, 3) else 1
     return int(text) % len(shape) if re.fullmatch(r"-?\d+", text) else None
 
 
 def keeps_values(node: Node) -> bool:
-    """Return True for a function that changes at most the shape or the dtype; for a dropout, too."""
+    """Return True for a function that changes at most the shape or the dtype, and for dropout."""
     return node.kind == "op" and _SAME_VALUES.fullmatch(node.name) is not None
 
 
@@ -281,7 +281,7 @@ def shape_of(node: Node, place: int = 0) -> Shape | None:
 
 
 def setting(node: Node, name: str) -> str:
-    """Return the text of an argument of a node; an empty one if it has its default."""
+    """Return an argument of a node as text; an empty string if the argument has its default."""
     return dict(node.arguments).get(name, "")
 
 
@@ -291,8 +291,8 @@ def listed(shape: Shape) -> str:
 
 
 def step_of(evidence: Evidence) -> RecordedStep:
-    """Return the recorded step of a run, with the layers and losses that it writes out as functions of torch."""
-    # Most rules about the graph ask for it. It is kept beside the evidence, as by a cached property.
+    """Return the recorded step of a run, with formulas of layers and losses replaced by torch functions."""
+    # Most rules about the graph call this, so the step is cached on the evidence, as by a cached property.
     kept = vars(evidence)
     if "_recorded_step" not in kept:
         kept["_recorded_step"] = RecordedStep(recognized(evidence.graph))
@@ -301,7 +301,7 @@ def step_of(evidence: Evidence) -> RecordedStep:
 
 
 def factor_of(node: Node) -> float | None:
-    """Return the number that a function multiplies a tensor with; None if it does something else."""
+    """Return the constant by which a function multiplies a tensor; None for other functions."""
     kind, text = node.name.strip("_"), setting(node, "other")
     if kind not in ("mul", "rmul", "div", "truediv") or not _NUMBER.fullmatch(text):
         return None
@@ -316,19 +316,19 @@ def found_in(evidence: Evidence, name: str, verdict: str, **numbers: float) -> F
 
 
 def joined(found: list[Finding]) -> Iterator[Finding]:
-    """Yield the first of several findings, with the modules of the others."""
+    """Merge several findings into the first one, which gets the modules of the others."""
     for first in found[:1]:
         names = dict.fromkeys(each.module for each in found if each.module != first.module)
         yield replace(first, others=tuple(names))
 
 
 def is_attention(shape: Shape | None) -> bool:
-    """Return True for the shape of scores between all positions of a sequence."""
+    """Return True for a shape of attention scores: three or more dimensions, the last two equal and larger than 1."""
     return shape is not None and len(shape) >= 3 and shape[-1] == shape[-2] > 1
 
 
 def is_masked(step: RecordedStep, softmax: Node) -> bool:
-    """Return True if anything between the product of queries and keys and a softmax may be a mask."""
+    """Return True if an operation between the product of queries and keys and a softmax may apply a mask."""
     seen: set[int] = set()
     todo = [softmax]
     while todo:
@@ -344,9 +344,9 @@ def is_masked(step: RecordedStep, softmax: Node) -> bool:
 
 
 def sides_of(evidence: Evidence, step: RecordedStep, loss: Node) -> tuple[View, View]:
-    """Return the recorded prediction and target of a loss; views of nothing if they were not recorded.
+    """Return the views of the prediction and the target of a loss; empty views if they were not recorded.
 
-    The sides of a loss that is written out are an output of a module and a tensor of the batch.
+    For a loss that is written as a formula, these are an output of a module and a tensor of the batch.
     """
     names = [step.function_names.get(loss.id, ""), step.owner(loss)]
     found = [[evidence.view(evidence.losses, name, path) for path in ("in.prediction", "in.target")] for name in names]

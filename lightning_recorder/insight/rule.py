@@ -1,4 +1,4 @@
-"""A rule: a function that yields findings, with its limits as arguments and its texts beside it."""
+"""A rule: a function that yields findings, with its limits as keyword arguments, and the texts of the findings."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lightning_recorder.insight.finding import SEVERITIES, Finding, Severity
 __all__ = ["ANY_GROUP", "DATA", "GRAPH", "VALIDATION", "Rule", "rule"]
 
 ANY_GROUP, DATA, GRAPH, VALIDATION = "any", "data", "graph", "validation"
-"""What a rule may need in addition to the groups of records.
+"""The values of ``needs`` in addition to the groups of records.
 
-One of them, the samples of the batches, the recorded graph, and the validation.
+In this order: any one of the groups, the samples of the batches, the recorded graph, and the validation.
 """
 
 Examine = Callable[..., Iterable[Finding]]
-"""A function of the evidence, whose keyword arguments are the limits of the rule with their defaults."""
+"""A function of the evidence. Its keyword arguments are the limits of the rule, with their defaults."""
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,19 @@ class Rule:
 
     Args:
         name: The name of the rule.
-        severity: The severity of its findings, if they have none of their own.
-        statistic: The statistic, in words.
+        severity: The severity of findings that set none themselves.
+        statistic: The examined statistic, in words.
         usual: The values in healthy runs.
         why: The usual cause.
         next: What to look at and what to try.
-        false_alarms: Healthy cases that can look like it, and how the rule avoids them.
+        false_alarms: Healthy cases that can look like the fault, and how the rule avoids them.
         function: A function that yields the findings. Its keyword arguments are the limits.
-        needs: The groups of records that it reads, ``"data"``, ``"graph"``, ``"validation"``, or ``"any"`` for one
-            of the groups; empty if it can always run.
-        records: The least number of records of each group.
-        explains: Rules whose findings are consequences, each with the place of those modules relative to this one:
-            ``"same"``, ``"upstream"``, ``"downstream"`` or ``"any"``.
-        is_lasting: True if what it finds does not pass while a model trains, so that it is logged when first found.
+        needs: The inputs of the rule: groups of records, ``"any"`` for any one group, ``"data"``, ``"graph"`` or
+            ``"validation"``; empty if the rule can always run.
+        records: The least number of records in each group.
+        explains: The rules whose findings are consequences of this rule's findings, each with the position of their
+            modules relative to the module at fault: ``"same"``, ``"upstream"``, ``"downstream"`` or ``"any"``.
+        is_lasting: True if the fault does not disappear during training. Its finding is then logged when first found.
     """
 
     name: str
@@ -58,16 +58,16 @@ class Rule:
 
     @cached_property
     def thresholds(self) -> dict[str, float]:
-        """The limits by name, read from the signature of the function."""
+        """The default limits by name, read from the signature of the function."""
         arguments = inspect.signature(self.function).parameters.values()
         return {each.name: each.default for each in arguments if each.kind is each.KEYWORD_ONLY}
 
     def examine(self, evidence: Evidence, **limits: float) -> list[Finding]:
-        """Return the findings.
+        """Return the findings of the rule.
 
         Args:
             evidence: The evidence.
-            limits: Other values for limits of the rule.
+            limits: Values that replace the default limits.
         """
         return [
             replace(
@@ -96,7 +96,7 @@ def rule(
     explains: Mapping[str, Collection[str]] | None = None,
     is_lasting: bool = False,
 ) -> Callable[[Examine], Rule]:
-    """Make a function a rule; see :class:`Rule` for the arguments."""
+    """Turn a function into a rule; :class:`Rule` describes the arguments."""
 
     def decorate(function: Examine) -> Rule:
         return Rule(

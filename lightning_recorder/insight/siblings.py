@@ -1,4 +1,4 @@
-"""The values of modules at the same place of repeated blocks, and those that are far from the others."""
+"""Compare siblings, the corresponding modules of repeated blocks, and find those with unusual values."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ __all__ = [
 ]
 
 INITIAL = ("rms of the weight", "rms of the vector")
-"""The words for the statistics that are compared in the first record."""
+"""The names, in words, of the statistics that are compared in the first record."""
 
 WEIGHT_GRADIENT = "rms of the weight gradient"
-"""The words for the last statistic, which a hook or a factor may change although that of the outputs is as usual."""
+"""The name, in words, of a statistic that a hook or a factor may change while the output gradients look normal."""
 
 FORWARD = 3
-"""The number of the statistics of the forward pass, in which siblings are compared first."""
+"""The number of statistics of the forward pass, which are compared first."""
 
 
 @dataclass(frozen=True)
@@ -43,25 +43,25 @@ class SiblingLimits:
     """The limits of a comparison of siblings."""
 
     fewest: int = 4  # the least number of siblings
-    factor: float = 8.0  # the least factor from their median
-    margin: float = 4.0  # the least factor from the nearest of them
-    at_the_end: float = 3.0  # a further factor for the first and the last block, which have other neighbors
-    vector: float = 4.0  # a further factor for biases and other vectors, and for the gradients of weights
-    zero: float = 1e-6  # the largest rms of a parameter that is zero
+    factor: float = 8.0  # the least factor between a value and the median of its siblings
+    margin: float = 4.0  # the least factor between a value and the nearest sibling's value
+    at_the_end: float = 3.0  # an additional factor for the first and the last block, which have other neighbors
+    vector: float = 4.0  # an additional factor for biases and other vectors, and for the gradients of weights
+    zero: float = 1e-6  # the largest rms of a parameter that counts as zero
 
 
 LIMITS = SiblingLimits()
-"""The limits by default."""
+"""The default limits."""
 
-_MOST_MEMBERS = 64  # of a list that are looked at
+_MOST_MEMBERS = 64  # the most members of a list that are examined
 
 _Outlier = tuple[Site, float, Floats]
 
 
 def sibling_values(evidence: Evidence) -> Iterator[tuple[History, str, str, dict[Site, float]]]:
-    """Yield the statistics in which siblings are compared: table, statistic, words, and a value for each site.
+    """Yield the compared statistics: the history, the statistic, its name in words, and a value for each site.
 
-    The first three are of the forward pass and may be causes of the others.
+    The first three belong to the forward pass. Differences in them may cause differences in the others.
     """
     weights = dict.fromkeys(each.site for each in evidence.weights)  # in order, as the first and last block differ
     activations, parameters = evidence.activations, evidence.parameters
@@ -84,7 +84,7 @@ def _outputs(values: Mapping[Site, float]) -> dict[Site, float]:
 
 
 def families_of(evidence: Evidence, table: History, values: Mapping[Site, float], fewest: int) -> Iterator[list[Site]]:
-    """Yield the sites of equal shapes at the same place of blocks of one class, in the order of the blocks."""
+    """Yield groups of corresponding sites with equal shapes in blocks of one class, in the order of the blocks."""
     types = evidence.wiring.types
     by_path: dict[str, dict[str, object]] = {}
     for site in values:
@@ -100,7 +100,7 @@ def families_of(evidence: Evidence, table: History, values: Mapping[Site, float]
 
 
 def _is_loop(evidence: Evidence, names: Sequence[str]) -> bool:
-    """Return True for calls of one function that use fewer weights than there are calls, as in a recurrence."""
+    """Return True if one function is called more often than there are weights, as in a recurrence."""
     if not evidence.wiring.has_graph or len({name.partition("#")[0] for name in names}) > 1:
         return False
     around, graph = names[0].rpartition(".")[0], evidence.graph
@@ -112,7 +112,7 @@ def _is_loop(evidence: Evidence, names: Sequence[str]) -> bool:
 
 
 def _of_one_class(evidence: Evidence, family: list[Site]) -> list[list[Site]]:
-    """Return a family, or the layers of each class if the family is a sequence of layers rather than of blocks."""
+    """Return a family, split by class if it is a sequence of layers rather than of blocks."""
     names = [site.name for site in family]
     if blocks_of(names) != names:
         return [family]
@@ -125,9 +125,9 @@ def _of_one_class(evidence: Evidence, family: list[Site]) -> list[list[Site]]:
 def all_outliers(
     evidence: Evidence, limits: SiblingLimits = LIMITS
 ) -> Iterator[tuple[int, History, str, str, Site, float, Floats]]:
-    """Yield the kind of statistic, its table, name and words, a site that is unlike its siblings, and the values.
+    """Yield the number, history, name and words of a statistic, a site that is unlike its siblings, and the values.
 
-    A block that is of another kind by design is left out.
+    Blocks that may be of another kind by design are left out.
     """
     others_kind = tuple(
         f"{each.block}." for each in odd_blocks(evidence.graph) if each.may_be_design and not each.is_doubtful
@@ -140,7 +140,8 @@ def all_outliers(
             if words.endswith("gradient") and _are_experts(evidence, group):
                 continue  # the gradient of an expert depends on the number of its tokens
             found = list(_outliers(values, group, words, limits))
-            # Without a norm, a small stream makes small outputs in the first block; a norm makes its gradient large.
+            # A small residual stream gives small outputs in a first block without a norm, and large gradients in one
+            # with a norm.
             if any(site is group[0] for site, _, _ in found) and words.endswith(("output", "gradient")):
                 found = list(_outliers(values, group, words, limits, 1 / _entering(evidence, group)))
             outliers += found
@@ -148,7 +149,7 @@ def all_outliers(
                 is_second_odd |= any(site is group[1] for site, _, _ in found)
                 as_others = list(_outliers(values, group, words, limits, 1 / limits.at_the_end))
                 firsts += [each for each in as_others if each[0] is group[0]]
-        if is_second_odd:  # a fault of the first block may show only in the outputs of the second one
+        if is_second_odd:  # a fault of the first block may be visible only in the outputs of the second block
             known = {site for site, _, _ in outliers}
             outliers = [each for each in firsts if each[0] not in known] + outliers
         for site, value, others in outliers:
@@ -157,7 +158,7 @@ def all_outliers(
 
 
 def initial_steps(evidence: Evidence, table: History, site: Site, limits: SiblingLimits) -> list[int]:
-    """Return the first records in which the rms of a parameter that began unlike its siblings is still far from it."""
+    """Return the first steps in which a parameter that began unlike its siblings still has an unusual rms."""
     values = table.get("rms")
     is_known = ~np.isnan(values)
     alike = {each: 1.0 for each, at in table.places.items() if each.path == site.path and is_known[:, at].any()}
@@ -171,9 +172,9 @@ def initial_steps(evidence: Evidence, table: History, site: Site, limits: Siblin
 
 
 def _are_experts(evidence: Evidence, group: list[Site]) -> bool:
-    """Return True if modules are experts: they are in a list of equal modules that do not feed each other.
+    """Return True if modules are experts, that is, members of a list of equal modules that do not feed each other.
 
-    A list outside of a block may consist of towers instead. A tower gets the whole batch in each record.
+    A list outside of a block may be a list of towers instead. Each tower gets the whole batch in every record.
     """
     wiring, name = evidence.wiring, group[0].name
     numbers = re.finditer(r"(?<=\.)[0-9]+(?=\.|$)", name)
@@ -188,7 +189,7 @@ def _are_experts(evidence: Evidence, group: list[Site]) -> bool:
 
 
 def _get_parts(evidence: Evidence, group: list[Site]) -> bool:
-    """Return True if the outputs of some modules differ in size within a record, or if only some of them are in it."""
+    """Return True if in some record the outputs of the modules differ in size, or some of them are missing."""
     table = evidence.activations
     places = [table.places[site] for each in group if (site := Site(each.name, "out")) in table.places]
     counts = np.nan_to_num(table.get("count")[:, places])
@@ -196,7 +197,7 @@ def _get_parts(evidence: Evidence, group: list[Site]) -> bool:
 
 
 def _entering(evidence: Evidence, group: list[Site]) -> float:
-    """Return the rms of the smallest tensor that enters the first block; 1 if it is larger or unknown."""
+    """Return the smallest rms of the tensors that enter the first block; at most 1, and 1 if it is unknown."""
     inside, sizes = f"{blocks_of([site.name for site in group])[0]}.", evidence.medians(evidence.activations, "rms")
     inputs = ((name, each) for name, feeds in evidence.wiring.inputs.items() for each in feeds)
     feeds = {each for name, each in inputs if name.startswith(inside) and not each.startswith(inside)}
@@ -207,32 +208,32 @@ def _entering(evidence: Evidence, group: list[Site]) -> float:
 def _outliers(
     values: Mapping[Site, float], group: list[Site], words: str, limits: SiblingLimits, first: float = 1.0
 ) -> Iterator[_Outlier]:
-    """Yield the sites that are far from the others; ``first`` is a further factor for the first block."""
+    """Yield the sites whose values are far from the others; ``first`` is an additional factor for the first block."""
     known = np.array([values[site] for site in group])
     is_vector = words.endswith("vector")
     wider = limits.vector if is_vector or words == WEIGHT_GRADIENT else 1.0
-    # Nothing but the largest and the smallest value can be far from all others.
+    # Only the largest and the smallest value can be far from all others.
     for place in sorted({int(known.argmin()), int(known.argmax())}) if np.isfinite(known).all() else ():
         site, value, others = group[place], float(known[place]), np.delete(known, place)
         is_end = place in (0, len(group) - 1)
         if not (value > 0 and (others > 0).all()):
-            # A parameter that begins at zero, or the only one that does not.
+            # One parameter begins at zero and no other does, or all others begin at zero.
             is_one = (others > limits.zero).all() if value == 0 else value > limits.zero and not others.any()
             if is_one and not is_end and words.endswith(("weight", "vector")):
                 yield site, value, others
             continue
-        # The first and the last block have other neighbors, so more is normal there.
+        # The first and the last block have other neighbors, so larger differences are normal there.
         factor = wider * (limits.at_the_end if is_end else 1.0) * (first if place == 0 else 1.0)
         middle, limit, margin = float(np.median(others)), limits.factor * factor, limits.margin * factor
         if (value > limit * middle and value > margin * others.max()) or (
-            # One of several learned scales is small by chance.
+            # A single small vector is normal: one of several learned scales may be small by chance.
             not is_vector and value * limit < middle and value * margin < others.min()
         ):
             yield site, value, others
 
 
 def blocks_of(names: list[str]) -> list[str]:
-    """Return the names of the blocks that modules at the same place of them belong to."""
+    """Return the name of the block around each of several corresponding modules."""
     parts = [name.split(".") for name in names]
     place = next(place for place, each in enumerate(zip(*parts, strict=True)) if len(set(each)) > 1)
     return [".".join(each[: place + 1]) for each in parts]

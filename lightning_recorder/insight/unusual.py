@@ -1,4 +1,4 @@
-"""The ranking of sites by how unusual they are, for everything that cannot show all of them."""
+"""Rank sites by how unusual they are, for pages and pictures that cannot show all sites."""
 
 from __future__ import annotations
 
@@ -29,48 +29,47 @@ Logs = NDArray[np.float32]
 AnyFloat = TypeVar("AnyFloat", np.float32, np.float64)
 
 STANDS_OUT = 1.0
-"""The degree from which on a site stands out."""
+"""The smallest degree of a site that stands out."""
 
-_WORTH_A_PLACE = 0.5  # sites from this degree on come before evenly spread ones, as far as there is room for both
+_WORTH_A_PLACE = 0.5  # sites from this degree on are chosen before evenly spread sites, for up to half of the selection
 
 _FEWEST = 4  # the smallest number of sites with a meaningful median
 _AROUND = 8  # the number of neighbors in depth that a block is compared with
 _MOST_STEPS = 64
-_MOST_VALUES = 2**17  # of neighbors at once, which bounds the memory
+_MOST_VALUES = 2**17  # the most neighbor values at once, which bounds the memory
 _MOSTLY_ZERO = 0.9
 
-# A size stands out if its distance from the median, in powers of ten, exceeds the first number and this multiple of the
-# median distance. Modules at the same place of repeated blocks resemble each other; any two modules of a healthy
-# network differ by a power of ten or more.
+# A size stands out if its distance from the median, in powers of ten, exceeds both the first number and the second
+# number times the median distance. Corresponding modules of repeated blocks are similar, while arbitrary modules of a
+# healthy network may differ by a power of ten or more.
 _AMONG_EQUALS, _AMONG_ALL, _OVER_TIME = (0.6, 6.0), (1.5, 6.0), (0.6, 8.0)
-_AT_THE_END = 1.5  # the first and the last block have other neighbors, so a larger distance is normal there
-_MISSING = 2.0  # the degree of a site that is not recorded any more
-_NOT_FINITE = 1e6  # the degree of a site with NaN or infinities, more than any size has
-_EARLIER = 0.5  # the weight of earlier steps: a recovered layer ranks behind one that is unusual now
+_AT_THE_END = 1.5  # larger distances are normal in the first and the last block, which have other neighbors
+_MISSING = 2.0  # the degree of a site that is no longer recorded
+_NOT_FINITE = 1e6  # the degree of a site with NaN or infinities, above all other degrees
+_EARLIER = 0.5  # the weight of earlier steps: a recovered layer ranks below a layer that is unusual now
 _BELOW = 3.0  # zero counts as this many powers of ten below the smallest value
 
-_SQUARES = ("exp_avg_sq", "square_avg")  # the ends of the paths of optimizer states that are means of squares
+_SQUARES = ("exp_avg_sq", "square_avg")  # the path suffixes of optimizer states that are means of squares
 _NOT_SIZES = ("count", "mean", "std", "min", "max", "zero_fraction", "nan_count", "inf_count", "batch_spread")
 
 
 def unusualness(sites: Sequence[Hashable], values: Mapping[str, Floats], *, is_latest: bool = False) -> Floats:
-    """Return how unusual each site is, ``[sites]`` float64; from 1 on it stands out.
+    """Return the degree of each site, ``[sites]`` float64: how unusual it is. A site with at least 1 stands out.
 
-    The logarithm of each size is compared with that of the same tensor in the neighboring blocks (modules at the same
-    place of repeated blocks), and with the site's own past. A site that is in no such block is compared with all sites
-    of the same path. A distance counts
-    in units of the median distance of the compared values, so a noisy statistic needs a larger one. Values of earlier
-    steps count half. A change that most sites share is not unusual, and neither are zeros that most sites have. A site
-    that is not recorded any more, while most others are, stands out as well. A site with NaN or infinities stands out
-    more than any other, the earlier the more.
+    The logarithm of each size is compared with the logarithms for the corresponding tensors of neighboring blocks, and
+    with the site's own past. A site outside of repeated blocks is compared with all sites of the same path. Distances
+    are divided by the median distance of the compared values, so a noisy statistic needs a larger distance. Earlier
+    steps have half the weight. Changes and zeros that most sites share are not unusual. A site that is no longer
+    recorded, while most others are, stands out as well. Sites with NaN or infinities have the highest degrees, and the
+    earliest of them the highest of all.
 
     Args:
         sites: The sites in the order of execution: pairs of name and path, or display names such as ``"fc weight"``.
         values: The statistics by name, ``[sites, steps]``; NaN if a site was not recorded. ``nan_count`` and
-            ``inf_count`` mark sites with such values. From ``min`` and ``max`` the largest magnitude is compared, and
-            the share of values other than 0 from ``zero_fraction``. All others that are positive are sizes.
-        is_latest: Only compare the last step with other sites and with the steps before, because the degrees of the
-            steps before are known. For eight steps this takes a quarter less time.
+            ``inf_count`` mark sites with such values. The largest magnitude is computed from ``min`` and ``max``, and
+            the share of non-zero values from ``zero_fraction``. All other positive statistics are sizes.
+        is_latest: Compare only the last step with other sites and with the earlier steps, because the degrees of the
+            earlier steps are known. For eight steps this takes a quarter less time.
 
     Example:
         >>> sites = [(f"blocks.{place}.fc", "out") for place in range(8)]
@@ -100,9 +99,9 @@ def unusualness(sites: Sequence[Hashable], values: Mapping[str, Floats], *, is_l
 
 @lru_cache(maxsize=8)
 def are_of_losses(sites: tuple[Hashable, ...]) -> NDArray[np.bool_]:
-    """Return a mask, ``[sites]``, that is True for losses, their predictions and targets, and for batches.
+    """Return a mask, ``[sites]``: True for losses, their predictions and targets, and for batches.
 
-    Their values have other scales than those of layers. If there is nothing else, the mask is False for all.
+    The values of these sites differ in scale from those of layers. The mask is False everywhere if all sites are such.
     """
     found = np.array([isinstance(site, tuple) and _is_of_loss(*map(str, site)) for site in sites], dtype=bool)
     return found & (not found.all())
@@ -114,38 +113,38 @@ def _is_of_loss(name: str, path: str) -> bool:
 
 
 def _not_finite(counts: Floats) -> Floats:
-    """Return the degree of the sites with values that are not finite: the earlier these began, the higher."""
+    """Return the degree of sites with non-finite values: the earlier these began, the higher; 0 for other sites."""
     is_bad = counts > 0
     began = np.argmax(is_bad, axis=1) / counts.shape[1]
     return np.where(is_bad.any(axis=1), _NOT_FINITE * (2 - began), 0.0)
 
 
 def compared(statistics: Collection[str]) -> tuple[str, ...]:
-    """Return those of some statistics that :func:`unusualness` reads."""
+    """Return the names among ``statistics`` that :func:`unusualness` reads."""
     return tuple(name for name in statistics if name not in ("count", "mean", "std", "batch_spread"))
 
 
 def compared_steps(count: int) -> list[int]:
-    """Return the places of those of some steps that :func:`unusualness` reads: at most 64, with the last one."""
+    """Return the indices of the steps that :func:`unusualness` reads: at most 64 of ``count``, with the last one."""
     return [int(place) for place in np.linspace(0, count - 1, min(count, _MOST_STEPS)).round()]
 
 
 def standing_out(degrees: Floats) -> list[int]:
-    """Return the places of the sites that stand out, the most unusual first."""
+    """Return the indices of the sites that stand out, the most unusual first."""
     order = np.argsort(-degrees, kind="stable")
     return [int(place) for place in order if degrees[place] >= STANDS_OUT]
 
 
 def choose(degrees: Floats, most: int, sites: Sequence[Hashable] = ()) -> list[int]:
-    """Return at most ``most`` places in ascending order: those that stand out, and an even selection of the others.
+    """Return at most ``most`` site indices in ascending order: sites that stand out, and evenly spread others.
 
-    Sites that nearly stand out take up to half of the places.
+    Sites that nearly stand out take up to half of the selection.
 
     Args:
-        degrees: The degree of each site, ``[sites]``; infinite for one that a finding names.
-        most: The maximum number of places.
-        sites: The sites, as for :func:`unusualness`. With them, the nearest two of the equal sites in other blocks come
-            with each site that stands out, as far as there is room, so that one can see what is unusual about it.
+        degrees: The degree of each site, ``[sites]``; infinite for a site that a finding names.
+        most: The maximum number of indices.
+        sites: The sites, as for :func:`unusualness`. With them, each site that stands out brings the two nearest
+            corresponding sites of other blocks, as far as there is room. They show by comparison what is unusual.
 
     Example:
         >>> choose(np.array([0.0, 0.1, 3.0, 0.0, 0.0, 0.2, 0.0]), 4)
@@ -160,7 +159,7 @@ def choose(degrees: Floats, most: int, sites: Sequence[Hashable] = ()) -> list[i
     taken: set[int] = set()
     for place in order[:first].tolist():
         taken.update([place][: most - len(taken)])
-        if np.isinf(degrees[place]):  # a finding names it, so its neighbors come before others that stand out
+        if np.isinf(degrees[place]):  # neighbors of a site that a finding names come before other sites that stand out
             taken.update(nearest.get(place, ())[: most - len(taken)])
     for place in order[: min(outstanding, first)].tolist():
         taken.update(nearest.get(place, ())[: most - len(taken)])
@@ -170,29 +169,29 @@ def choose(degrees: Floats, most: int, sites: Sequence[Hashable] = ()) -> list[i
 
 
 class _Groups:
-    """The sites to compare a site with."""
+    """The groups of sites that are compared with each other."""
 
     def __init__(self, names: tuple[tuple[str, str], ...]) -> None:
         by_path: dict[str, dict[str, int]] = defaultdict(dict)
         for place, (name, path) in enumerate(names):
             by_path[path].setdefault(name, place)
         self.paths = [np.array(list(places.values())) for places in by_path.values()]
-        """The sites of each path."""
+        """The indices of the sites with each path."""
         by_length: dict[int, list[list[int]]] = defaultdict(list)
         for places in by_path.values():
             for family in families(dict.fromkeys(places), _FEWEST):
                 by_length[len(family)].append([places[name] for name in family])
         self.equal = [np.array(group).T for group in by_length.values()]
-        """The sites at the same place of repeated blocks, ``[blocks, families]`` for each number of blocks."""
+        """The corresponding sites of repeated blocks, ``[blocks, families]``, one array for each number of blocks."""
         self.squares = np.array([place for place, (_, path) in enumerate(names) if path.endswith(_SQUARES)], dtype=int)
         self.is_single = np.ones(len(names), dtype=bool)
-        """True for the sites that are not at the same place of repeated blocks."""
+        """True for the sites without corresponding sites in repeated blocks."""
         for group in self.equal:
             self.is_single[group] = False
 
     @cached_property
     def nearest(self) -> dict[int, list[int]]:
-        """The nearest two of the sites at the same place of other blocks."""
+        """The two nearest corresponding sites of other blocks, for each site."""
         found: dict[int, list[int]] = {}
         for group in self.equal:
             for family in group.T.tolist():
@@ -202,7 +201,7 @@ class _Groups:
         return found
 
     def like(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
-        """Yield sites that resemble each other, with a mask of those that have no others that resemble them more."""
+        """Yield groups of similar sites, with a mask that is True for sites without a closer group."""
         for group in self.equal:
             yield from ((family, np.ones(len(family), dtype=bool)) for family in group.T)
         yield from ((group, self.is_single[group]) for group in self.paths)
@@ -236,9 +235,9 @@ def _sizes(tables: Mapping[str, Floats]) -> list[Floats]:
 
 
 def _log10(sizes: Floats) -> tuple[Logs, Logs]:
-    """Return the common logarithms, in which zero is below all others, and that of zero; -inf if there is none.
+    """Return the common logarithms and the one used for zero, which is below all others; -inf if nothing is zero.
 
-    They are float32, since there may be many and a millionth of a decade does not matter.
+    The logarithms are float32, which is precise enough and saves memory.
 
     The sizes, ``[sites, statistics, steps]``, are overwritten.
     """
@@ -252,7 +251,7 @@ def _log10(sizes: Floats) -> tuple[Logs, Logs]:
 
 
 def _degrees(logs: Logs, floor: Logs, groups: _Groups, *, is_latest: bool) -> Floats:
-    """Return the largest degree of each site, ``[sites]``, from logarithms, ``[sites, statistics, steps]``.
+    """Return the largest degree of each site, ``[sites]``, from the logarithms, ``[sites, statistics, steps]``.
 
     ``floor`` is the logarithm of zero, ``[statistics, 1]``. With ``is_latest``, only the last step is compared with the
     neighbors.
@@ -263,7 +262,7 @@ def _degrees(logs: Logs, floor: Logs, groups: _Groups, *, is_latest: bool) -> Fl
         at_once = max(1, _MOST_VALUES // (group.size * logs.shape[1] * _AROUND))
         parts = [steps[..., first : first + at_once][group] for first in range(0, steps.shape[-1], at_once)]
         each = np.concatenate([_among_equals(part, floor) for part in parts], axis=-1)
-        np.maximum.at(found, group, _over_steps(each))  # a site may be in several families
+        np.maximum.at(found, group, _over_steps(each))  # since a site may be in several families
     for group in groups.paths:
         some = logs[group]
         last = some[..., -1:]
@@ -271,8 +270,8 @@ def _degrees(logs: Logs, floor: Logs, groups: _Groups, *, is_latest: bool) -> Fl
         each = _in_units(apart, known_median(np.abs(apart)), _AMONG_ALL)
         each[:, ~(np.isfinite(last).sum(axis=0) >= _FEWEST)] = 0.0
         is_zero = last <= floor
-        each[is_zero & (is_zero.sum(axis=0) > _FEWEST)] = 0.0  # as the biases of norms are at first
-        each[~groups.is_single[group]] = 0.0  # a family may differ from all others, such as the biases of keys
+        each[is_zero & (is_zero.sum(axis=0) > _FEWEST)] = 0.0  # such as the biases of norms at first
+        each[~groups.is_single[group]] = 0.0  # a whole family may differ from all others, such as the biases of keys
         found[group] = np.maximum(found[group], _over_steps(each))
         found[group] = np.maximum(found[group], _against_the_past(some))
     return found
@@ -299,13 +298,13 @@ def _unless_common_zero(values: Logs, middle: Logs, floor: Logs) -> Logs:
 
 
 def _around(values: Logs) -> Logs:
-    """Return the median of the nearest blocks of each block, in the shape of the values: blocks come first."""
+    """Return the median over the nearest blocks of each block, in the shape of the values: blocks come first."""
     return known_median(np.swapaxes(values[_nearest(len(values))], 0, 1))
 
 
 @lru_cache(maxsize=64)
 def _nearest(count: int) -> NDArray[np.int64]:
-    """Return the places of the nearest blocks of each block, ``[blocks, neighbors]``."""
+    """Return the indices of the nearest blocks of each block, ``[blocks, neighbors]``."""
     near = min(_AROUND, count - 1)
     rows = np.arange(count)
     start = np.clip(rows - near // 2, 0, count - 1 - near)
@@ -315,38 +314,41 @@ def _nearest(count: int) -> NDArray[np.int64]:
 
 
 def _over_steps(degrees: Logs) -> Logs:
-    """Return the degree, of ``[…, statistics, steps]``: the largest at the last step, or half of the largest at any."""
+    """Reduce ``[…, statistics, steps]`` to the largest degree at the last step, or half of the largest at any step."""
     known = np.where(np.isnan(degrees), 0.0, degrees)
     found: Logs = np.maximum(known[..., -1].max(axis=-1), _EARLIER * known.max(axis=(-2, -1)))
     return found
 
 
 def _against_the_past(logs: Logs) -> Logs:
-    """Return the degree of the last change of each site, by itself and relative to what most sites of its path do."""
+    """Return the degree of the last change of each site, both absolute and relative to most sites of its path."""
     if logs.shape[-1] <= _FEWEST:
         return np.zeros(len(logs), dtype=np.float32)
     moved = logs - known_median(np.moveaxis(logs[..., :-1], -1, 0))[..., None]
     relative = moved - known_median(moved) if len(logs) >= _FEWEST else moved
-    # A site that stays where it was while the others move is not unusual.
+    # A site that stays constant while the others change is not unusual.
     last = np.minimum(np.abs(moved[..., -1]), np.abs(relative[..., -1]))
     degrees = _in_units(last, known_median(np.abs(np.moveaxis(relative[..., :-1], -1, 0))), _OVER_TIME)
     return _over_steps(degrees[..., None])
 
 
 def _empty(zero_fraction: Floats, groups: _Groups) -> Floats:
-    """Return 1 for sites of nearly all zeros, unless most sites like them are, or for a single one several others."""
+    """Return 1 for sites with nearly only zeros, unless most similar sites have them, too; 0 for all other sites.
+
+    A site outside of repeated blocks also gets 0 if several sites of its path have nearly only zeros.
+    """
     found = np.zeros(len(zero_fraction))
     for group, chosen in groups.like():
         empty = zero_fraction[group] >= _MOSTLY_ZERO
         if not chosen.all() and empty.sum() > _FEWEST:
             continue
-        if 2 * empty.sum() <= len(group) or len(group) < _FEWEST:  # the majority is not unusual: new biases are zero
+        if 2 * empty.sum() <= len(group) or len(group) < _FEWEST:  # a majority is not unusual: new biases are zero
             found[group[chosen]] = empty[chosen]
     return found
 
 
 def _missing(tables: list[Floats], groups: _Groups) -> Floats:
-    """Return the degree of sites that are missing at the last step while most sites like them were recorded."""
+    """Return the degree of sites that are missing at the last step, while most similar sites were recorded."""
     known: NDArray[np.bool_] = np.any([~np.isnan(table) for table in tables], axis=0)
     found = np.zeros(len(known))
     for group, chosen in groups.like():
@@ -357,7 +359,7 @@ def _missing(tables: list[Floats], groups: _Groups) -> Floats:
 
 
 def known_median(values: NDArray[AnyFloat]) -> NDArray[AnyFloat]:
-    """Return the median of the known values along the first axis; NaN if there are none. Faster than ``nanmedian``."""
+    """Return the median of the known values along the first axis, or NaN. It is faster than ``nanmedian``."""
     ordered = np.sort(values, axis=0)  # NaN last
     count = len(values)
     if not np.isnan(ordered[-1]).any():

@@ -1,4 +1,4 @@
-"""The contents of the page: what ``schema.json`` describes, made from the recordings of runs."""
+"""The data of the page, as described by ``schema.json``, from the recordings of runs."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 __all__ = ["PAGE_FORMAT", "curves", "group_of", "logged_curves", "page_data", "site_data"]
 
 PAGE_FORMAT = "lightning_recorder.page/1"
-"""The format of the page's data. The page refuses data of another one."""
+"""The format of the page's data. The page refuses data in another format."""
 
-_HISTOGRAMS = 12_000  # of all sites, about one second of reading
+_HISTOGRAMS = 12_000  # the most histograms of all sites together; reading them takes about one second
 _NEEDS = {each.name: each.needs for each in RULES}
 _CURVES = {"grad_norm": "gradient norm"}
-_MOST_POINTS = 2_000  # of a curve; more cannot be told apart on a screen
-_LEAST_STEPS = 32  # records that a recorder keeps however many sites it has
+_MOST_POINTS = 2_000  # the most points of a curve; more cannot be distinguished on a screen
+_LEAST_STEPS = 32  # the records that a recorder keeps at least, however many sites it has
 _VECTOR_STEPS = 64
-_VECTOR_BYTES = 1_000_000  # of one recorder
-_ITEM = 4  # bytes of a float32
-_COSTS = "costs"  # the group of a recorder of time and memory
+_VECTOR_BYTES = 1_000_000  # the most bytes of one recorder's vectors
+_ITEM = 4  # the bytes of a float32
+_COSTS = "costs"  # the group of the recorder of time and memory
 _OF_CALLS = ("activations", "gradients")  # the groups of recorders that record calls
 _OF_ANSWER = ("question", "asks", "verdict", "text", "expected", "module", "line")
 _PLAIN_FIELDS = ("note", "source", "scope", "type_name", "duration_ms", "flops", "saved_bytes")
@@ -59,9 +59,9 @@ def page_data(
     Args:
         runs: The runs by name; two runs are compared with each other.
         table: The rows of :func:`~lightning_recorder.page.runs.runs_table`, if there are more than two runs.
-        known: The diagnoses of runs whose records need not be examined again, by name.
-        limit: The number of bytes for all statistics. Beyond it, neighboring records are joined; each site keeps the
-            record in which it is farthest from its usual value, so that no outlier is lost.
+        known: Known diagnoses by run name. The records of these runs are not examined again.
+        limit: The number of bytes for all statistics. Beyond the limit, neighboring records are joined: each site keeps
+            the value that is farthest from its usual value, so that no outlier is lost.
 
     Raises:
         DumpError: If a file of a run is damaged.
@@ -74,7 +74,7 @@ def page_data(
 
 
 def _comparison(runs: Mapping[str, Run]) -> dict[str, Any] | None:
-    """Return how the second of two runs differs from the first."""
+    """Return the differences between the two runs; None if there are not two."""
     if len(runs) != 2:
         return None
     one, other = runs.values()
@@ -121,7 +121,7 @@ def _run(name: str, run: Run, limit: int, diagnosis: Diagnosis) -> dict[str, Any
 
 
 def _check(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the answers of a check without a field that the page does not show."""
+    """Return the answers of a check with only the fields that the page shows."""
     if found is None:
         return None
     answers = []
@@ -153,7 +153,7 @@ def _stages(series: Series) -> Iterator[tuple[str, int | None]]:
 
 
 def curves(run: Run) -> Iterator[tuple[str, list[int], NDArray[np.float64]]]:
-    """Yield name, steps and values of the series of the whole model: those of the step watch, or the gradient norm."""
+    """Yield name, steps and values of each curve of the whole model: from the step watch, or else the gradient norm."""
     if WATCH in run:
         yield from _columns(run, "train")
         return
@@ -168,7 +168,7 @@ def curves(run: Run) -> Iterator[tuple[str, list[int], NDArray[np.float64]]]:
 
 
 def logged_curves(run: Run) -> Iterator[tuple[str, list[int], NDArray[np.float64]]]:
-    """Yield name, steps and values of what the user logged, and of the learning rates."""
+    """Yield the name, steps and values of each curve that the user logged, and of the learning rates."""
     if WATCH in run:
         yield from _columns(run, LOGGED)
 
@@ -187,7 +187,7 @@ def _columns(run: Run, stage: str) -> Iterator[tuple[str, list[int], NDArray[np.
 
 
 def _thinned(rows: NDArray[np.intp], values: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Return at most 2,000 rows: of each part of the series the smallest, the largest and those that are not finite."""
+    """Return at most 2,000 rows: from each section, the rows of the smallest, largest and non-finite values."""
     if len(rows) <= _MOST_POINTS:
         return rows
     kept = []
@@ -218,7 +218,7 @@ def _recorder(label: str, series: Series, share: float, histograms: int) -> dict
 def _statistics(series: Series, parts: list[NDArray[np.intp]] | None, histograms: int) -> dict[str, Any]:
     return {
         "sites": _sites(series),
-        # One table after the other, because all of them may not fit into the memory.
+        # Read one table at a time, because all tables together may not fit into memory.
         "statistics": {name: _packed(series.numbers(name), parts) for name in series.statistics},
         "histograms": histograms_by_octave(series, histograms),
         "vectors": _vectors(series),
@@ -226,7 +226,7 @@ def _statistics(series: Series, parts: list[NDArray[np.intp]] | None, histograms
 
 
 def _costs(series: Series, parts: list[NDArray[np.intp]] | None) -> dict[str, Any]:
-    """Return one site a module: its costs have different units, so that each is a statistic of its own."""
+    """Return one site per module. Its costs have different units, so each cost becomes a separate statistic."""
     means = series.numbers("mean") if "mean" in series.statistics else np.zeros((0, len(series)))
     modules = {name: place for place, name in enumerate(dict.fromkeys(site.name for site in series.sites))}
     tables: dict[str, NDArray[np.float64]] = {}
@@ -241,7 +241,7 @@ def _costs(series: Series, parts: list[NDArray[np.intp]] | None) -> dict[str, An
 
 
 def _parts(records: int, number: int) -> list[NDArray[np.intp]]:
-    """Divide the rows of a table into parts of about equal size; the first record is a part by itself."""
+    """Divide the rows of a table into parts of about equal size. The first part is the first record alone."""
     begins = 1 + np.arange(number - 1) * (records - 1) // (number - 1)
     return np.split(np.arange(records), begins)
 
@@ -266,7 +266,7 @@ def _packed(values: NDArray[np.float64], parts: list[NDArray[np.intp]] | None) -
 
 
 def _joined(table: NDArray[np.float64], parts: Iterable[NDArray[np.intp]]) -> NDArray[np.float64]:
-    """Return for each part of the records, ``[parts, sites]``, the value farthest from the site's median."""
+    """Return the value farthest from the site's median in each part of the records, ``[parts, sites]``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a site without finite values
         usual = np.nan_to_num(np.nanmedian(np.where(np.isfinite(table), table, np.nan), axis=0))
@@ -276,14 +276,14 @@ def _joined(table: NDArray[np.float64], parts: Iterable[NDArray[np.intp]]) -> ND
 
 
 def _vectors(series: Series) -> dict[str, Any]:
-    """Return the statistics with a value for each channel, head or expert, by the index of the site as text."""
+    """Return the statistics with a value for each channel, head or expert, by the site index as text."""
     steps = series.steps
     last = series.all_vectors(steps[-1]) if steps else {}
     size = _ITEM * sum(vector.size for vectors in last.values() for vector in vectors.values())
     if not size:
         return {"steps": [], "sites": {}}
     count = min(len(steps), max(1, min(_VECTOR_STEPS, _VECTOR_BYTES // size)))
-    # The last record comes first if there is room for one only.
+    # If there is room for only one record, the last one is chosen.
     chosen = [steps[place] for place in np.unique(np.linspace(len(steps) - 1, 0, count).astype(int))]
     records = [series.all_vectors(step) for step in chosen]
     places = {site: place for place, site in enumerate(series.sites)}
@@ -298,12 +298,12 @@ def _vectors(series: Series) -> dict[str, Any]:
 
 
 def _filled(vector: NDArray[np.float64] | None, size: int) -> NDArray[np.float64]:
-    """Return the values of a vector; NaN if a record lacks it or has another number of them."""
+    """Return the values of a vector; NaN if a record lacks the vector or has another number of values."""
     return np.full(size, np.nan) if vector is None or vector.size != size else vector
 
 
 def _graph(graph: Graph, called: Collection[str]) -> dict[str, Any]:
-    """Return a graph; the modules that some record shows as called are not listed as never called."""
+    """Return a graph as JSON values. Modules with a record are not listed as never called."""
     view = view_at_depth(graph, None, fold=False)
     numbers = forms(view, MutableGraph(view))
     around = {".".join(parts[: end + 1]) for parts in (name.split(".") for name in called) for end in range(len(parts))}
@@ -322,7 +322,7 @@ def _graph(graph: Graph, called: Collection[str]) -> dict[str, Any]:
 
 
 def _node(node: Node) -> dict[str, Any]:
-    """Return a node without the fields that have no value."""
+    """Return a node as JSON values, without empty fields."""
     about: dict[str, Any] = {"id": node.id, "kind": node.kind, "name": node.name, "parent": node.parent}
     about |= {name: value for name in _PLAIN_FIELDS if (value := getattr(node, name))}
     further = {

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 __all__ = ["histograms_by_octave", "packed_numbers", "unpack_all"]
 
-_STEPS = 24  # histograms of one site; more cannot be told apart in its panel
-_OCTAVES = BINS // 2 // BINS_PER_OCTAVE  # of one sign
-_ZERO = _OCTAVES - 2  # the place of zero between the negative and the positive octaves
+_STEPS = 24  # the most histograms of one site; more cannot be distinguished in its panel
+_OCTAVES = BINS // 2 // BINS_PER_OCTAVE  # the number of octaves of one sign
+_ZERO = _OCTAVES - 2  # the index of zero between the negative and the positive octaves
 _SHOWN_OCTAVES = 16
-_LONGEST_NUMBER = 9  # bytes; 63 bits
+_LONGEST_NUMBER = 9  # the most bytes of a number, for 63 bits
 
 
 def histograms_by_octave(series: Series, each: int) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def histograms_by_octave(series: Series, each: int) -> dict[str, Any]:
 
     Args:
         series: The records.
-        each: About the number of records for each site; at most 24.
+        each: The approximate number of records for each site; at most 24.
 
     Raises:
         DumpError: If a histogram is damaged.
@@ -42,7 +42,7 @@ def histograms_by_octave(series: Series, each: int) -> dict[str, Any]:
     places = {site: place for place, site in enumerate(series.sites)}
     tables = np.zeros((len(places), len(chosen), 2 * _ZERO + 1))
     for at, step in enumerate(chosen):
-        # Of classes, which are no numbers on an axis, there is no histogram.
+        # Classes are no numbers on an axis, so their sites get no histogram.
         packed = {
             site: each for site, each in series.packed_counts(step).items() if not site.path.endswith(CLASS_COUNTS)
         }
@@ -51,26 +51,27 @@ def histograms_by_octave(series: Series, each: int) -> dict[str, Any]:
 
 
 def _by_octave(packed: Sequence[object]) -> NDArray[np.float64]:
-    """Return counts from the most negative octave over zero to the largest one, without infinities and NaN."""
+    """Return counts by octave, from the most negative values over zero to the largest, without infinities and NaN."""
     index, bins, counts = unpack_all(packed)
     places = index * (2 * _OCTAVES) + bins // BINS_PER_OCTAVE
     octaves = np.bincount(places, counts, minlength=len(packed) * 2 * _OCTAVES).reshape(-1, 2, _OCTAVES)[:, :, :-1]
-    # The first octave holds zero and the values too small for normal numbers.
+    # The first octave contains zero and the subnormal values.
     zero = octaves[:, :, :1].sum(1)
     return np.concatenate([octaves[:, 1, :0:-1], zero, octaves[:, 0, 1:]], axis=1)
 
 
 def unpack_all(packed: Sequence[object]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Decode many histograms at once: their non-empty bins in order.
+    """Decode the non-empty bins of many histograms at once, in order.
 
     Args:
-        packed: Each as for :func:`~lightning_recorder.records.counts.unpack_counts`; ``None`` is empty.
+        packed: The encoded histograms, as for :func:`~lightning_recorder.records.counts.unpack_counts`; ``None`` is an
+            empty one.
 
     Returns:
         The index of the histogram, the bin, and its count, ``[n]`` int64 each.
 
     Raises:
-        DumpError: If one of them is not an encoded histogram.
+        DumpError: If an item is not an encoded histogram.
 
     Example:
         >>> [each.tolist() for each in unpack_all([None, bytes([7, 1, 164, 2, 244, 3])])]
@@ -79,7 +80,7 @@ def unpack_all(packed: Sequence[object]) -> tuple[NDArray[np.int64], NDArray[np.
     try:
         parts = [b"" if each is None else pairs_of(each) for each in packed]
         lengths, numbers = _numbers(np.frombuffer(b"".join(parts), dtype=np.uint8))
-        # A number may not cross the border of two histograms, and each gap has a count.
+        # No number may extend into the next histogram, and each gap needs a count.
         ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
         stops = np.concatenate([[0], np.cumsum(lengths)])
         pairs = np.searchsorted(stops, ends)
@@ -97,7 +98,7 @@ def unpack_all(packed: Sequence[object]) -> tuple[NDArray[np.int64], NDArray[np.
 
 
 def _numbers(data: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the lengths in bytes and the values of the LEB128 numbers in some bytes."""
+    """Decode LEB128 numbers; return the length in bytes and the value of each."""
     ends = np.flatnonzero(data < 128)
     if data.size and (not ends.size or ends[-1] != data.size - 1):
         raise ValueError("its last number is incomplete")
@@ -111,7 +112,7 @@ def _numbers(data: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int
 
 
 def _trimmed(table: NDArray[np.float64]) -> dict[str, Any] | None:
-    """Return the octaves that hold values; those far below the largest count as zero, so that the others have room."""
+    """Return the nonempty octaves. Magnitudes far below the largest count as zero, to save room."""
     used = np.flatnonzero(table.any(0)) - _ZERO
     if not used.size:
         return None

@@ -16,13 +16,13 @@ from lightning_recorder.notebook import framed
 
 __all__ = ["PageDocument", "encoded", "page_html"]
 
-_LEVEL = 6  # of gzip: level 9 saves 2 % and takes three times as long
+_LEVEL = 6  # the level of gzip; level 9 saves 2 % and takes three times as long
 
 
 def encoded(data: Mapping[str, Any]) -> str:
     """Return the data of the page as text: gzip of JSON, in base64.
 
-    The text has no character with a meaning in HTML, whatever the names in the data are.
+    The text has no special characters of HTML, whatever names the data contain.
     """
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode(), _LEVEL, mtime=0)).decode()
@@ -31,7 +31,8 @@ def encoded(data: Mapping[str, Any]) -> str:
 def page_html(data: Mapping[str, Any], title: str) -> str:
     """Return the page as HTML.
 
-    Its Content-Security-Policy allows no remote address; with ``live`` in the data, only that of its own server.
+    The Content-Security-Policy of the page allows no remote address. With ``live`` in the data, it allows only the
+    page's server.
 
     Args:
         data: The result of :func:`~lightning_recorder.page.data.page_data`.
@@ -40,7 +41,7 @@ def page_html(data: Mapping[str, Any], title: str) -> str:
     script, style = _bundle()
     server = "'self'" if data.get("live") else "'none'"
     policy = (
-        # The layout of the graph is WebAssembly.
+        # The layout of the graph is computed by WebAssembly.
         f"default-src 'none'; script-src '{_digest(script)}' 'wasm-unsafe-eval'; style-src 'unsafe-inline'; "
         f"connect-src {server}; img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
@@ -56,7 +57,7 @@ def page_html(data: Mapping[str, Any], title: str) -> str:
 
 
 class PageDocument(str):
-    """The page as HTML. A notebook shows it in a frame that nothing outside of it can reach."""
+    """The page as HTML. A notebook shows the page in an isolated frame."""
 
     __slots__ = ()
 
@@ -72,7 +73,7 @@ def _bundle() -> tuple[str, str]:
     """Return the script and the style of the page, which ``nox -s page`` builds."""
     folder = resources.files("lightning_recorder.page")
     script, style = ((folder / name).read_text(encoding="utf-8") for name in ("page.js", "page.css"))
-    # The end tag of the script may occur in the text of a string.
+    # A string in the script may contain the end tag of scripts.
     return script.replace("</script", "<\\/script"), style
 
 

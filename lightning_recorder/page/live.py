@@ -28,16 +28,16 @@ __all__ = ["LivePage", "PageServer"]
 
 _ADDRESS = "127.0.0.1"
 _LAST_PORT = 65535
-_LONGEST_WAIT_S = 10.0  # for the next bytes of a request, and for a browser to take those of an answer
+_LONGEST_WAIT_S = 10.0  # the timeout for the next bytes of a request, and for a browser to accept bytes of an answer
 _MOST_CONNECTIONS = 32
 _WATCHED = ("records/*.jsonl", "graph.json", "receipt.json", CHECK, FINDINGS)
 
 
 class LivePage:
-    """The page and the data of the runs below a folder, read again when their files have changed.
+    """The page and the data of the runs below some folders. Changed files are read again.
 
     Args:
-        paths: Each as for :func:`~lightning_recorder.open_recording`.
+        paths: The paths, each as for :func:`~lightning_recorder.open_recording`.
         limit: The number of bytes for all statistics, as for :func:`~lightning_recorder.page.page_data`.
     """
 
@@ -46,11 +46,11 @@ class LivePage:
         self._limit = limit
         self._lock = threading.Lock()
         self._recording: Recording | None = None
-        self._rows: dict[str, tuple[str, dict[str, Any]]] = {}  # of the table, with the version of the run
+        self._rows: dict[str, tuple[str, dict[str, Any]]] = {}  # the rows of the table, with the version of each run
         self._known: tuple[tuple[str, ...], str, dict[str, Any]] | None = None
 
     def data(self, names: Sequence[str] = ()) -> dict[str, Any]:
-        """Return the data of some runs; by default of the latest one of each path.
+        """Return the data of some runs; by default, of the latest run of each path.
 
         Raises:
             ArgumentError: If there is no such run.
@@ -75,7 +75,7 @@ class LivePage:
         return self._known[2]
 
     def _table(self, runs: Mapping[str, Run], versions: Mapping[str, str]) -> list[dict[str, Any]]:
-        """Return the table of all runs. The rows of runs that have not changed are those of before."""
+        """Return the table of all runs. The rows of unchanged runs are reused."""
         before, self._rows = self._rows, {}
         for name, run in runs.items():
             known = before.get(name)
@@ -92,24 +92,24 @@ class LivePage:
             runs = {
                 name if name not in found else str(run.log_dir): run for name, run in open_recording(path).runs.items()
             }
-            # Runs that are open already keep what they have read.
+            # Runs that are already open are reused, with the records that they have read.
             found |= {name: opened.get(name, run) for name, run in runs.items()}
             latest.append(max(runs, key=lambda name: _changed(runs[name])))
         self._recording = Recording(found)
         unknown = [name for name in names if name not in found]
         if unknown:
             raise ArgumentError(f"there is no run {unknown[0]!r}; {closest_names(unknown[0], found)}")
-        # Two runs are laid over each other; of more, the one that has changed last is beside the table of all.
+        # Two runs are overlaid. With more, the page shows the run that changed last, and the table of all.
         newest = latest if len(latest) < FEWEST_RUNS else [max(latest, key=lambda name: _changed(found[name]))]
         return {name: found[name] for name in names or dict.fromkeys(newest)}
 
     def text(self, names: Sequence[str], after: str) -> str | None:
-        """Return the encoded data, or ``None`` if they are those of the version ``after``."""
+        """Return the encoded data, or ``None`` if their version is still ``after``."""
         data = self.data(names)
         return None if data["version"] == after else encoded(data)
 
     def site(self, asked: Mapping[str, Sequence[str]]) -> str:
-        """Return all records of one site, encoded.
+        """Return all records of one site as encoded data.
 
         Args:
             asked: The values of ``run``, ``recorder``, ``stage``, ``loader``, ``module`` and ``path``.
@@ -150,11 +150,12 @@ class PageServer:
 
     Args:
         paths: Each as for :func:`~lightning_recorder.open_recording`.
-        port: The port; by default any that is free.
-        limit: The number of bytes for all statistics; the rest of a layer is sent when it is opened.
+        port: The port; by default any free port.
+        limit: The number of bytes for all statistics. The remaining records of a layer are sent when the layer is
+            opened.
 
     Raises:
-        ArgumentError: If the port is no number from 0 to 65535, or is taken.
+        ArgumentError: If the port is not a number from 0 to 65535, or is in use.
         DumpError: If nothing was recorded there.
     """
 
@@ -162,7 +163,7 @@ class PageServer:
         if not 0 <= port <= _LAST_PORT:
             raise ArgumentError(f"the port must be a number from 0 (any free one) to {_LAST_PORT}, got {port}")
         self._page = LivePage(paths, limit)
-        self._page.data()  # an error is raised here and not in the browser
+        self._page.data()  # raises errors here instead of in the browser
         self._token = secrets.token_urlsafe(16)
         self._once: list[str] = []
         try:
@@ -179,9 +180,9 @@ class PageServer:
         return f"http://{_ADDRESS}:{self._server.server_port}/{self._token}/"
 
     def address_to_open_once(self) -> str:
-        """Return an address without the secret that leads to the page, at its first use only.
+        """Return an address without the secret that leads to the page once.
 
-        The address that a browser is started with can be read by all users of the machine, in the list of processes.
+        All users of the machine can read the address with which a browser is started, in the list of processes.
         """
         self._once.append(secrets.token_urlsafe(16))
         return f"http://{_ADDRESS}:{self._server.server_port}/{self._once[-1]}"
@@ -196,7 +197,7 @@ class PageServer:
         self._server.server_close()
 
     def _answer(self, path: str, host: str) -> tuple[HTTPStatus, str, str]:
-        """Return status, type and text of the answer to a request."""
+        """Return the status, the content type and the text of the answer to a request."""
         try:
             address = urlsplit(path)
         except ValueError:  # such as "http://["
@@ -204,10 +205,10 @@ class PageServer:
         parts = address.path.split("/")
         hosts = (f"{_ADDRESS}:{self._server.server_port}", f"localhost:{self._server.server_port}")
         if host in hosts and address.path[1:] in self._once:
-            with suppress(ValueError):  # another request may use it at the same time
+            with suppress(ValueError):  # another request may have used the address at the same time
                 self._once.remove(address.path[1:])
                 return HTTPStatus.OK, "text/html", f'<meta http-equiv="refresh" content="0;url={self.address}">'
-        # The name of another site that leads to this machine must not reach the data.
+        # Refuse the host names of other sites, even if they resolve to this machine.
         if host not in hosts or len(parts) != 3 or not hmac.compare_digest(parts[1].encode(), self._token.encode()):
             return HTTPStatus.NOT_FOUND, "text/plain", "not found"
         asked = parse_qs(address.query, keep_blank_values=True)
@@ -241,19 +242,19 @@ class PageServer:
                 self.send_header("Cache-Control", "no-store")
                 self.send_header("X-Content-Type-Options", "nosniff")
                 self.send_header("Referrer-Policy", "no-referrer")
-                with suppress(OSError):  # the browser needs the answer no more
+                with suppress(OSError):  # the browser no longer needs the answer
                     self.end_headers()
                     self.wfile.write(body)
 
             @override
             def log_message(self, format: str, *args: Any) -> None:
-                """Keep the terminal free: the address holds the secret."""
+                """Log nothing, since the address contains the secret."""
 
         return Handler
 
 
 class _Server(ThreadingHTTPServer):
-    """A server with a limit of connections, which prints no tracebacks."""
+    """A server with a limited number of connections that prints no tracebacks."""
 
     daemon_threads = True
 
@@ -281,4 +282,4 @@ class _Server(ThreadingHTTPServer):
 
     @override
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a connection that breaks is no error of the user."""
+        """Print nothing, since a broken connection is not an error of the user."""

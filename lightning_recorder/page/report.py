@@ -1,4 +1,4 @@
-"""A report of a run for a review: verdict, graph, five charts and settings, as Markdown or HTML."""
+"""The report of a run for a review: verdict, graph, five charts and settings, as Markdown or HTML."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["report_html", "report_markdown", "write_report"]
 
 _MOST_CHARTS = 5
 _MOST_NODES = 60
-_WIDTH, _HEIGHT, _LEFT, _TOP = 640, 130, 76, 26  # pixels of a chart, and of its margins
+_WIDTH, _HEIGHT, _LEFT, _TOP = 640, 130, 76, 26  # the size of a chart and its left and top margins, in pixels
 _COLOR, _BAD = "#0072b2", "#d6008b"
 
 Curve = tuple[str, list[int], NDArray[np.float64]]
@@ -43,7 +43,7 @@ class _Report:
 
 
 def write_report(run: Run, path: Path) -> list[Path]:
-    """Write the report of a run, and return the files: an HTML file alone, or a Markdown file with its pictures.
+    """Write the report of a run, and return the written files: one HTML file, or a Markdown file and its pictures.
 
     Args:
         run: The run.
@@ -65,11 +65,11 @@ def write_report(run: Run, path: Path) -> list[Path]:
 
 
 def report_markdown(run: Run, stem: str = "report") -> tuple[str, dict[str, str]]:
-    """Return the report as Markdown, and its pictures as SVG by the name of their files.
+    """Return the report as Markdown, and its pictures as SVG by file name.
 
     Args:
         run: The run.
-        stem: The start of the names of the pictures.
+        stem: The prefix of the picture names.
     """
     found = _contents(run)
     pictures = {f"{stem}-{name}.svg": svg for name, (_, svg) in zip(_numbered(found.charts), found.charts, strict=True)}
@@ -97,7 +97,7 @@ def report_markdown(run: Run, stem: str = "report") -> tuple[str, dict[str, str]
 
 
 def report_html(run: Run) -> str:
-    """Return the report as one HTML file without scripts, which a browser prints on pages of paper."""
+    """Return the report as one HTML file without scripts, which can be printed."""
     found = _contents(run)
     parts = [f"<h1>{escape(found.title)}: {escape(found.diagnosis.verdict)}</h1><p>{escape(found.steps)}</p><ul>"]
     for each in found.diagnosis.findings:
@@ -138,7 +138,7 @@ _STYLE = (
 
 
 def _settings(run: Run) -> dict[str, str]:
-    """Return the settings, with the range of a learning rate that changes: the first one is that of a warm-up."""
+    """Return the settings. A changing learning rate is shown as a range, since the first one may be of a warm-up."""
     found = settings_of(run)
     rates = [values[np.isfinite(values)] for name, _, values in logged_curves(run) if name.startswith("learning rate")]
     if "lr" in found and any(each.size and each.min() < each.max() for each in rates):
@@ -169,9 +169,9 @@ def _check(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def _chosen(run: Run) -> list[Curve]:
-    """Return at most five curves: loss, gradient norm, the quantity of the first finding that has one, logged metrics.
+    """Return at most five curves: loss, gradient norm, the statistic of the first finding with one, and logged metrics.
 
-    Among the logged metrics, those of validations come first, and a curve that is named as the loss is left out.
+    Among the logged metrics, validation metrics come first. A metric with the name of the loss is left out.
     """
     logged = [each for each in logged_curves(run) if len(each[1]) > 1]
     logged.sort(key=lambda each: (each[0].startswith("learning rate"), not re.match("val", each[0])))
@@ -189,7 +189,7 @@ def _chosen(run: Run) -> list[Curve]:
 
 
 def _graph(run: Run) -> str:
-    """Return the picture of the graph that the run has drawn, or else draw it; empty if there is none."""
+    """Return the graph picture that the run drew, or else draw it; an empty string if there is no graph."""
     drawn = run.directory / "graph.svg"
     if drawn.is_file() and not drawn.is_symlink():
         text = drawn.read_text(encoding="utf-8")
@@ -203,12 +203,12 @@ def _graph(run: Run) -> str:
 
 
 def _chart(title: str, steps: list[int], values: NDArray[np.float64]) -> str:
-    """Return a curve with axes as SVG; values that are not finite are marks."""
+    """Return a curve with axes as SVG. Marks show non-finite values."""
     finite = np.isfinite(values)
     low, high = (float(values[finite].min()), float(values[finite].max())) if finite.any() else (0.0, 0.0)
     right, bottom = _WIDTH - 12, _HEIGHT - 24
     x = _LEFT + (np.array(steps, dtype=np.float64) - steps[0]) / max(1, steps[-1] - steps[0]) * (right - _LEFT)
-    if low == high:  # the axis of a constant has two different ends, one of them 0
+    if low == high:  # the axis of a constant curve ends at 0 on one side
         low, high = min(low, 0.0), max(high, 0.0) or float(low == 0)
     y = bottom - (np.where(finite, values, low) - low) / (high - low) * (bottom - _TOP)
     points = " ".join(f"{left:.1f},{up:.1f}" for left, up in zip(x[finite], y[finite], strict=True))
@@ -237,7 +237,7 @@ def _numbered(charts: list[tuple[str, Any]]) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Return a text in which nothing is a mark of Markdown or HTML."""
+    """Escape the special characters of Markdown and HTML in a text."""
     return re.sub(r"([\\`*_{}\[\]<>|#!&~])", r"\\\1", " ".join(str(text).split()))
 
 

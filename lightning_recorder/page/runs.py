@@ -1,4 +1,4 @@
-"""The table of runs: verdict, settings that differ, last metrics, and a small strip of layers over steps of each."""
+"""The table of runs: for each run the verdict, differing settings, last metrics, and a small heat map of its layers."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 __all__ = ["FEWEST_RUNS", "runs_table", "table_row"]
 
 FEWEST_RUNS = 3
-"""Fewer runs need no table: two are laid over each other."""
+"""The least number of runs for a table. Two runs are overlaid instead."""
 
-_MOST_RECORDS = 32  # that are read of a recorder
-_MOST_LOGGED = 400  # records that are read of what was logged
-_ROWS, _COLUMNS = 24, 16  # of a strip
-_MOST_COLUMNS = 12  # of settings
+_MOST_RECORDS = 32  # the most records of a recorder that are read
+_MOST_LOGGED = 400  # the most records of logged values that are read
+_ROWS, _COLUMNS = 24, 16  # the size of a strip
+_MOST_COLUMNS = 12  # the most columns of settings
 _REPEATED = "hparams."
 
 
 def runs_table(rows: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of the table with the settings that differ between the runs."""
+    """Return the rows of the table, each with only the settings that differ between the runs."""
     names = dict.fromkeys(name for row in rows.values() for name in row["settings"])
     values = {name: tuple(row["settings"].get(name, "") for row in rows.values()) for name in names}
     kept: dict[tuple[str, ...], str] = {}
     for name, found in values.items():
-        # A hyperparameter often repeats a setting of the optimizer.
+        # Hyperparameters often repeat settings of the optimizer.
         if len(set(found)) > 1 and (found not in kept or kept[found].startswith(_REPEATED)):
             kept[found] = name
     chosen = [*kept.values()][:_MOST_COLUMNS]
@@ -51,9 +51,9 @@ def runs_table(rows: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table_row(run: Run) -> dict[str, Any]:
-    """Return what the table shows of a run: a part of its records is read, so that many runs open fast.
+    """Return the table row of a run. Only a part of the records is read, so that many runs open fast.
 
-    The verdict is the one that the run has written itself. A run without one is examined.
+    The verdict is the one that the run wrote. If the run wrote none, it is examined.
     """
     part = Run(run.name, run.directory, _MOST_RECORDS)
     try:
@@ -67,7 +67,7 @@ def table_row(run: Run) -> dict[str, Any]:
             "metrics": _last_values(Run(run.name, run.directory, _MOST_LOGGED)),
             "strip": _strip(part),
         }
-    except (DumpError, ArgumentError, OSError) as error:  # the other runs are shown
+    except (DumpError, ArgumentError, OSError) as error:  # the other runs are still shown
         row = {"folder": str(run.log_dir), "healthy": None, "verdict": "damaged", "finding": str(error)}
         return {**row, "settings": {}, "metrics": {}, "strip": None}
 
@@ -79,7 +79,7 @@ def _last_values(run: Run) -> dict[str, str]:
 
 
 def _strip(run: Run) -> dict[str, Any] | None:
-    """Return the sizes of the outputs of layers over steps; a row of several layers has the most unusual one."""
+    """Return the rms of layer outputs over steps as a heat map. A row of several layers shows the most unusual one."""
     series = next((run[label] for label in run if group_of(label, run[label]) == "activations"), None)
     if series is None or "rms" not in series.statistics or not series.steps:
         return None
@@ -104,7 +104,7 @@ def _not_finite_as_nan(series: Series) -> NDArray[np.float64]:
 
 
 def _farthest(part: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return of each row of ``[steps, layers]`` the value farthest from the median; NaN if there is one."""
+    """Return the value farthest from the median in each row of ``[steps, layers]``; NaN for a row with a NaN."""
     finite = np.where(np.isfinite(part), part, np.nan)
     middle = np.nanmedian(finite) if np.isfinite(part).any() else 0.0
     far = np.where(np.isnan(part), np.inf, np.abs(part - middle))

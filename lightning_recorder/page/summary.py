@@ -1,4 +1,4 @@
-"""The summary of a recording in a notebook: the verdict, the findings and the loss, as HTML without scripts."""
+"""The summary of a recording in a notebook: verdict, findings and loss, as HTML without scripts."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ __all__ = ["page_document", "summary_html"]
 
 _MOST_FINDINGS = 5
 _MOST_RUNS = 20
-# Each color has a contrast of at least 4 with a white and with a black background.
+# Each color has a contrast of at least 4 on white and on black.
 _COLORS = {"critical": "#d9463a", "warning": "#a86a10"}
 _SIZE = (260, 60)
 
 
 def page_document(runs: Mapping[str, Run], path: str | Path | None = None, **options: Any) -> PageDocument:
-    """Return the page of some runs as one HTML file, and write it if there is a path.
+    """Return the page of some runs as one HTML file, and write the file if a path is given.
 
     Args:
         runs: The runs by name.
         path: The file; its folder is created if it does not exist.
-        options: Those of :func:`~lightning_recorder.page.page_data`.
+        options: Further arguments of :func:`~lightning_recorder.page.page_data`.
 
     Raises:
         DumpError: If a file of a run is damaged.
@@ -48,11 +48,11 @@ def page_document(runs: Mapping[str, Run], path: str | Path | None = None, **opt
 
 
 def summary_html(runs: Mapping[str, Run], hint: str) -> str:
-    """Return a summary of some runs as HTML without scripts, whatever the names in them are.
+    """Return a summary of some runs as HTML without scripts. All names are escaped.
 
     Args:
         runs: The runs by name.
-        hint: The expression that shows the whole page.
+        hint: The Python expression that shows the whole page.
     """
     shown = list(runs.items())
     if len(shown) == 1:
@@ -97,7 +97,7 @@ def _verdict(run: Run, found: Diagnosis) -> str:
 
 
 def _chart(title: str, steps: list[int], values: np.ndarray[Any, np.dtype[np.float64]]) -> str:
-    """Return a curve as SVG, with its last value; values that are not finite are marks."""
+    """Return a curve as SVG, with its last value. Marks show non-finite values."""
     width, height = _SIZE
     finite = np.isfinite(values)
     if not steps:

@@ -1,4 +1,4 @@
-"""Recorded statistics on disk: records written line by line, read back as tensors, and compared between runs."""
+"""Recordings on disk: read records as tensors, and compare runs."""
 
 from lightning_recorder.recordings.comparison import Comparison, Difference, compare
 from lightning_recorder.recordings.divergence import Divergence, SiteDivergence, Tolerance

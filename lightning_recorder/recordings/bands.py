@@ -1,4 +1,4 @@
-"""The differences between two runs that mean nothing: those between repeated runs, and rounding noise."""
+"""Insignificant differences between two runs: the spread of repeated runs, and rounding noise."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from lightning_recorder.records.table import Floats
 
 __all__ = ["lower_median", "noise_bands", "rounding_sites"]
 
-_NORMAL_QUANTILE = 5.0  # exceeded once in 1.7 million comparisons
+_NORMAL_QUANTILE = 5.0  # equal runs exceed this once in 1.7 million comparisons
 _LEAST_FRACTION = 0.05
 _EXTREMES = ("min", "max", "abs_max", "rank_mean_min", "rank_mean_max")
 _GRADIENT = ".grad"
 _ROUNDINGS = 64
 _EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-_LARGEST_SHARE = 0.02  # of the gradients of the module, for dtypes of low precision
+_LARGEST_SHARE = 0.02  # the upper bound of this share, for dtypes of low precision
 
 
 def noise_bands(pair: SeriesPair, reference: Series, repeats: Iterable[Series]) -> dict[str, Floats]:
     """Return the bands within which repeated runs of one configuration differ.
 
     The band of a site at a step is a quantile of Student's distribution times the standard deviation of the repeated
-    runs, the largest until that step. Few repeats may agree by chance, so the deviation is at least that of all sites
-    of the same path and about the same size, which also give the degrees of freedom. The band is at least the
+    runs, the largest up to that step. A few repeats may agree by chance, so the deviation is at least the mean over all
+    sites with the same path and a similar size. These sites also give the degrees of freedom. The band is at least the
     deviation of the median site. Extreme values are not compared, and the band of fractions is at least 0.05.
 
     Args:
         pair: The pair to which the bands apply, without bands.
         reference: The series of the first run, which is one of the repeats.
-        repeats: The same series of further runs.
+        repeats: The same series in further runs of the configuration.
 
     Returns:
         The band of each statistic, divided by :meth:`SeriesPair.scale`, ``[steps, sites]`` float64;
@@ -54,11 +54,11 @@ def noise_bands(pair: SeriesPair, reference: Series, repeats: Iterable[Series]) 
         with np.errstate(all="ignore"):
             variance = _variance(table) / np.square(pair.scale(name))
         variance = np.maximum.accumulate(np.nan_to_num(variance, nan=0.0, posinf=0.0), axis=0)
-        # Some values hardly vary, such as the first updates of Adam, until one of them does.
+        # Some values hardly vary at first, such as the first updates of Adam, but may vary later.
         band = np.broadcast_to(np.sqrt(lower_median(variance))[:, None], variance.shape).copy()
         for places in families:
             least = variance[:, places].mean(1, keepdims=True)
-            # Two runs are compared, whose difference has twice the variance of one.
+            # The difference of two runs has twice the variance of one run.
             factor = math.sqrt(2) * _student(len(places) * len(values))
             own = factor * np.sqrt(np.fmax(variance[:, places], least))
             band[:, places] = np.fmax(band[:, places], own)
@@ -67,7 +67,7 @@ def noise_bands(pair: SeriesPair, reference: Series, repeats: Iterable[Series]) 
 
 
 def _student(freedom: int) -> float:
-    """Return the quantile of Student's distribution at the probability of five standard deviations of a normal one.
+    """Return the quantile of Student's distribution that corresponds to five standard deviations of a normal one.
 
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5.
     """
@@ -83,7 +83,7 @@ def _student(freedom: int) -> float:
 
 
 def _families(pair: SeriesPair) -> list[list[int]]:
-    """Group the sites that have the same path and a similar size; return their places."""
+    """Group the sites with the same path and a similar size; return their indices."""
     found: dict[tuple[str, int], list[int]] = {}
     for place, site in enumerate(pair.sites):
         size = math.prod(pair.one[site].shape or (1,))
@@ -92,7 +92,7 @@ def _families(pair: SeriesPair) -> list[list[int]]:
 
 
 def _variance(table: Floats) -> Floats:
-    """Return the variance over the runs, without the runs that lack a value; 0 with less than two."""
+    """Return the variance over the runs that have a value; 0 with fewer than two."""
     known = ~np.isnan(table)
     count = known.sum(0)
     mean = np.nan_to_num(table, nan=0.0).sum(0) / count
@@ -101,7 +101,7 @@ def _variance(table: Floats) -> Floats:
 
 
 def lower_median(values: Floats) -> Floats:
-    """Return the median along the last dimension; of an even number of values, the lower of the two in the middle."""
+    """Return the median along the last dimension; for an even number of values, the lower of the middle two."""
     found: Floats = np.sort(values, axis=-1)[..., (values.shape[-1] - 1) // 2]
     return found
 
@@ -121,17 +121,17 @@ def _placed(pair: SeriesPair, repeat: SeriesPair, name: str) -> Floats:
 
 
 def rounding_sites(pair: SeriesPair, dtypes: Sequence[Mapping[str, str]]) -> frozenset[Site]:
-    """Return the sites whose values are only rounding, or follow from it.
+    """Return the sites whose values are only rounding noise, or follow from rounding noise.
 
-    The gradient of some parameters is zero by construction, such as that of the key bias of an attention, which the
-    softmax cancels, and that of a bias before a normalization. The computed value is the rounding of its terms, and an
-    optimizer such as Adam divides it by its own size. A gradient counts as rounding if it is smaller than 64 roundings
-    of the largest gradient of its module in all records of both runs.
+    The gradient of some parameters is zero by construction: of a bias before a normalization, and of the key bias of an
+    attention, which the softmax cancels. The computed gradient is then only the rounding error of its terms, but an
+    optimizer such as Adam divides it by its own size. A gradient counts as rounding noise if it is smaller than 64
+    rounding errors of the largest gradient of its module, in all records of both runs.
 
     Args:
         pair: The series of parameters, or of gradients.
-        dtypes: For each run, the dtype of the output of each module. The gradients of a parameter in float32 have the
-            rounding of the dtype that the module computes in.
+        dtypes: For each run, the output dtype of each module. The gradients of a float32 parameter have the rounding
+            error of the dtype in which the module computes.
     """
     if "rms" not in pair.statistics or not pair.steps:
         return frozenset()
@@ -162,11 +162,11 @@ def rounding_sites(pair: SeriesPair, dtypes: Sequence[Mapping[str, str]]) -> fro
 
 
 def _limit(*dtypes: str | None) -> float:
-    """Return the largest share that is rounding, for the least precise of some dtypes; 0 if none is known."""
+    """Return the largest share that counts as rounding noise, for the least precise of some dtypes; 0 without any."""
     return min(_ROUNDINGS * max(_EPS.get(dtype or "", 0.0) for dtype in dtypes), _LARGEST_SHARE)
 
 
 def _prefixes(path: str) -> Iterable[str]:
-    """Yield a path and the paths of the parameters that it may belong to, such as ``weight`` for ``weight.update``."""
+    """Yield a path and the path of the parameter that it may belong to, such as ``weight`` for ``weight.update``."""
     yield path
     yield path.rpartition(".")[0]

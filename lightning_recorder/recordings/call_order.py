@@ -1,4 +1,4 @@
-"""The order in which the calls of modules begin and end, as the graph of a run has recorded it."""
+"""The order in which module calls begin and end, from the recorded graph of a run."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from lightning_recorder.names import Site
 __all__ = ["RANDOM_CLASSES", "CallOrder", "in_execution_order"]
 
 RANDOM_CLASSES = ("Dropout", "RReLU", "StochasticDepth", "DropPath")
-"""Parts of the names of classes of modules that draw random numbers."""
+"""Parts of the class names of modules that draw random numbers."""
 
 
 class CallOrder:
-    """The times of the calls of each module.
+    """The positions in time at which the calls of each module begin and end.
 
     Args:
-        graph: The graph of the first run; ``None`` if there is none, then each module is assumed to be called once.
-        changed: The names of modules that differ between the runs. They and random modules, such as a dropout, may
-            return different outputs for equal inputs.
+        graph: The graph of the first run. With ``None``, each module is assumed to be called once.
+        changed: The names of modules that differ between the runs. These modules, and random modules such as dropout,
+            may return different outputs for equal inputs.
     """
 
     def __init__(self, graph: Graph | None = None, changed: Iterable[str] = ()) -> None:
         self._suspects = set(changed)
-        self._first_calls: set[Site] = set()  # the sites of first calls, if those of later calls are apart
+        self._first_calls: set[Site] = set()  # the sites of first calls, if later calls have separate sites
         self._begins: dict[str, list[int]] = {}
         self._ends: dict[str, list[int]] = {}
         if graph is None:
             return
         time = 0
         opened: list[tuple[int, str]] = []
-        inside: dict[int | None, int] = {}  # the number of enclosing calls of each module call
+        inside: dict[int | None, int] = {}  # the nesting depth of each module call
         functions = function_sites(graph)
         for node in graph.nodes:
             if node.id in functions:
@@ -68,9 +68,9 @@ class CallOrder:
         return site.name in self._begins
 
     def times(self, site: Site, *, is_backward: bool = False) -> Sequence[int]:
-        """Return the times at which a tensor is computed, ascending; those of the backward pass are negative.
+        """Return the times at which a tensor is computed, ascending. Times in the backward pass are negative.
 
-        A path that ends with ``#2`` is that of the second call, for a recorder that keeps calls apart.
+        A path that ends with ``#2`` belongs to the second call, if the recorder records calls separately.
         """
         times = (self._begins if site.path.startswith("in") else self._ends).get(site.name, [])
         number = _call_number(site)
@@ -90,11 +90,11 @@ class CallOrder:
     def first(self, apart: Sequence[Site], same: Collection[Site], *, is_backward: bool = False) -> Site:
         """Return the site that differs first.
 
-        A module that is called several times differs if any of its calls does, so it usually follows from the first
-        site that is called once and differs. It comes before that site if it may itself be the cause, and is called
-        after the last site that is the same.
+        A module with several calls differs if any of its calls differs. So its difference usually follows from the
+        first differing site with a single call. The module comes before that site only if it may itself be the cause,
+        and if it is called after the last site that is equal.
 
-        The sites that differ are in the order of :meth:`sort`.
+        ``apart`` has the differing sites in the order of :meth:`sort`.
         """
         if not all(site in self for site in apart):
             return apart[0]
@@ -112,13 +112,13 @@ class CallOrder:
 
 
 def _call_number(site: Site) -> int:
-    """Return the number of the call that a path ends with; 1 if it ends with none."""
+    """Return the call number at the end of a path; 1 if there is none."""
     _, mark, number = site.path.rpartition("#")
     return int(number) if mark and number.isdecimal() else 1
 
 
 def in_execution_order(sites: Iterable[Site], *, is_backward: bool = False) -> list[Site]:
-    """Sort sites from the order of their modules into the order in which their tensors are computed.
+    """Sort sites, given in the order of their modules, into the order in which their tensors are computed.
 
     A parent module receives its input before its children run, and returns its output after them.
     """

@@ -1,4 +1,4 @@
-"""Comparison of two runs: the first step and site at which they diverge, and all other differences."""
+"""Comparison of two runs: the step and the site at which they diverge first, and all other differences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_recorder.records.file import LOGGED
 
 __all__ = ["Comparison", "Difference", "compare"]
 
-# The scalars of a parameter's value that do not describe the value.
+# Statistics at the site of a parameter that describe the step rather than the value.
 _OF_THE_STEP = ("update_ratio", "learning_rate", "weight_decay", "eval_mode")
 _UNTOUCHED = Tolerance(rtol=1e-9, atol=0.0)  # absorbs rounding when the same values are reduced in another order
 _GROUPS = ("activations", "gradients", "parameters")  # in the order in which a step produces them
@@ -32,8 +32,8 @@ class Difference:
     """A difference that is not numerical.
 
     Args:
-        kind: ``"recorder"``, ``"stage"``, ``"step"``, ``"site"`` or ``"statistic"`` if only one run has it; ``"dtype"``
-            or ``"shape"`` if a site differs in it.
+        kind: ``"recorder"``, ``"stage"``, ``"step"``, ``"site"`` or ``"statistic"`` for something that only one run
+            has; ``"dtype"`` or ``"shape"`` for a site that differs in its dtype or shape.
         recorder: The label of the recorder.
         what: The recorder, stage, step, site or statistic in question. For a dtype or shape, the name and path of the
             site.
@@ -53,23 +53,23 @@ class Comparison:
     """The result of comparing two runs.
 
     Args:
-        first: The first divergence: at the earliest step, and within it at the site that is executed first. ``None`` if
-            the runs agree within the tolerance.
+        first: The first divergence: the site that is executed first in the earliest step that differs. ``None`` if the
+            runs agree within the tolerance.
         last_same: The last step before ``first`` that both runs have recorded.
         sites: The sites that diverge, sorted by descending distance.
         differences: The differences that are not numerical.
         steps: The number of steps that both runs have recorded.
         compared: The number of records of single sites that were compared.
-        first_bits: The first divergence at bit level, within the tolerance or not; ``None`` if every statistic agrees
-            to the bit.
+        first_bits: The first difference of any bit, whatever the tolerance; ``None`` if every statistic agrees to the
+            bit.
         changes: The differences of the models and of the settings, which may explain why the runs differ.
-        rounding: The sites whose values are only rounding noise, and which are left out.
-        rules: The rules of the name map, and those found from the structure if there was none.
+        rounding: The sites that are left out because their values are only rounding noise.
+        rules: The rules of the name map; if none were given, the rules found from the structure.
         pairs: The compared series, in the order of execution.
-        classes: The classes of the modules of the first run, as far as its graph has them.
+        classes: The classes of the first run's modules, as far as its graph contains them.
         notes: Possible causes that are not differences themselves: versions, number of ranks, damaged lines.
-        bad: The origin of the first value that is not finite, from the findings of each run, if the first divergence
-            has such a value; ``None`` for a run without one.
+        bad: If the first divergence has a non-finite value: for each run, the origin of its first non-finite value from
+            its findings, or ``None``.
     """
 
     first: Divergence | None = None
@@ -88,7 +88,7 @@ class Comparison:
     bad: tuple[str | None, str | None] = (None, None)
 
     def __repr__(self) -> str:
-        """Return a short text; the fields may have a line for each site."""
+        """Return a short text, since the fields may have a line for each site."""
         about = "the same" if self.same else f"{len(self.differences)} differences, {len(self.sites)} sites diverge"
         first = "" if self.first is None else f", first {site_title(*self.first.site)} at step {self.first.step}"
         return f"<comparison of {self.compared} records in {self.steps} steps: {about}{first}>"
@@ -131,7 +131,7 @@ def compare(
 
     Raises:
         ArgumentError: If neither run has any records, the recorder or the stage, if a tolerance is negative, or if a
-            rule is wrong.
+            rule is invalid.
         DumpError: If a file cannot be read.
     """
     tolerance = tolerance or Tolerance()
@@ -187,7 +187,7 @@ def _bad(first: Divergence | None, runs: tuple[Run, Run]) -> tuple[str | None, s
 
 
 def _output_dtypes(pairs: Iterable[SeriesPair], place: int) -> dict[str, str]:
-    """Return the dtype of the output of each module in one of the runs, by its name in the first run."""
+    """Return the output dtype of each module in one of the runs, by module name in the first run."""
     found = {}
     for pair in pairs:
         for site in pair.sites if pair.group == "activations" else ():
@@ -198,7 +198,7 @@ def _output_dtypes(pairs: Iterable[SeriesPair], place: int) -> dict[str, str]:
 
 
 def _name_map(one: Run, other: Run, rules: Iterable[str]) -> NameMap:
-    """Return the map of the rules; without rules, one found from the graphs if no module has the same name."""
+    """Return the map of the rules. Without rules, find a map from the graphs if the runs have no module in common."""
     given = NameMap(rules)
     if given.rules:
         return given
@@ -208,7 +208,7 @@ def _name_map(one: Run, other: Run, rules: Iterable[str]) -> NameMap:
         return given
     found = NameMap(suggest_rules(graphs[0], graphs[1]))
     left = [names[0] - names[1], names[1] - names[0]]
-    # A model that has lost or gained modules is not a renamed one: all modules of both must correspond.
+    # All modules of both models must correspond: a model that lost or gained modules is not a renamed model.
     return found if {found(name) for name in left[0]} == left[1] else given
 
 
@@ -221,7 +221,7 @@ def _pairs(
     noise: Sequence[Run],
     options: Mapping[str, Any],
 ) -> Iterator[SeriesPair]:
-    """Yield the series that both runs have, in execution order; append all others to ``differences``."""
+    """Yield the series that both runs have, in execution order. Append all other series to ``differences``."""
     there = dict.fromkeys([*one, *other])
     if not there:
         raise ArgumentError(f"neither run has records to compare: {str(one.log_dir)!r} and {str(other.log_dir)!r}")
@@ -235,7 +235,7 @@ def _pairs(
         raise ArgumentError(f"neither run recorded the stage {stage!r}")
     found = []
     for label, (mine, theirs) in keys.items():
-        # An older run has no samples of validations.
+        # Older runs have no sampled validations.
         whole = (
             [_stage_name(key) for key in keys if key in both_keys or not _is_sample(series, key)]
             for series, keys, both_keys in ((one[label], mine, theirs), (other[label], theirs, mine))
@@ -255,7 +255,7 @@ def _pairs(
 
 
 def _keys(series: Series, stage: str | None) -> Iterator[tuple[str, int | None]]:
-    # What the user logs may be a time or a count of the run.
+    # A value that the user logs may be a time or a count, so it is not compared.
     stages = [each for each in series.stages if each != LOGGED] if stage is None else [stage]
     return ((key.stage, key.loader) for key in series.keys if key.stage in stages)
 
@@ -271,7 +271,7 @@ def _stage_name(key: tuple[str, int | None]) -> str:
 
 
 def _group(series: Series) -> str:
-    """Return the group stored in the file, or else the group that prefixes the file name."""
+    """Return the group stored in the file, or else the group at the start of the file name."""
     group = series.sessions[-1].about.get("group") if series.sessions else None
     return group if isinstance(group, str) else series.path.stem.partition("-")[0]
 
@@ -286,7 +286,7 @@ def _initial(pair: SeriesPair) -> list[SiteDivergence]:
 
 
 def _once(found: Iterable[SiteDivergence]) -> list[SiteDivergence]:
-    """Return each site once; for a site that differs from step 0 on, keep that first entry."""
+    """Return only the first entry of each site."""
     sites: dict[tuple[str, str], SiteDivergence] = {}
     for each in found:
         sites.setdefault(each.first.site, each)

@@ -1,4 +1,4 @@
-"""Examine a recorded run: read its files into a history, whose findings are those of the fit."""
+"""Examine a recorded run: read its files into a history, with the same findings as during the fit."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def diagnose(run: Run, ignored: Collection[str] = ()) -> Diagnosis:
 
     Args:
         run: The run.
-        ignored: The names of the rules to leave out. Consequences of their findings become findings of their own.
+        ignored: The names of the rules to leave out. Consequences of their findings become separate findings.
 
     Raises:
         DumpError: If a file of the run is damaged.
     """
     history = RunHistory()
-    # The watch on every step finds what its records show while it records.
+    # The watch on every step examines its records itself while it records.
     records = (record for label in run if label != WATCH for record in records_of(label, run[label]))
     for record in sorted(records, key=lambda each: each.step):
         history.add(record)
@@ -54,7 +54,7 @@ def diagnose(run: Run, ignored: Collection[str] = ()) -> Diagnosis:
 def _watched(run: Run) -> list[Finding]:
     """Return the findings of the watch, in the order of their steps."""
     found = []
-    # An incident has a step; the other findings of the watch are about the run.
+    # Findings in incident folders belong to a step. The other findings of the watch are about the whole run.
     for path in (
         each for folder in ("incidents", "watched") for each in run.directory.glob(f"{folder}/*/finding.json")
     ):
@@ -67,7 +67,7 @@ def _watched(run: Run) -> list[Finding]:
 
 
 def records_of(label: str, series: Series) -> Iterator[Table]:
-    """Yield the records of a recorder as the rules see them."""
+    """Yield the records of a recorder as tables for the rules."""
     group = next((str(each.about.get("group", "")) for each in series.sessions), "") or label.partition("-")[0]
     for key, part in series.parts.items():
         if key.loader not in (None, 0):
@@ -82,7 +82,7 @@ def records_of(label: str, series: Series) -> Iterator[Table]:
 
 
 def _histograms(series: Series, step: int) -> Callable[[Site], Histogram | None]:
-    """Return a function that returns the histogram of a site in a record, whose line is read on the first call."""
+    """Return a function that returns the histogram of a site in a record. The first call reads the record's line."""
     packed = cache(partial(series.packed_counts, step))
 
     def histogram(site: Site) -> Histogram | None:

@@ -1,4 +1,4 @@
-"""Divergence of two series of the same recorder."""
+"""The divergence of two series of the same recorder."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from lightning_recorder.records.table import Floats
 __all__ = ["SETTINGS", "Divergence", "SeriesPair", "SiteDivergence", "Tolerance"]
 
 SETTINGS = ("learning_rate", "weight_decay", "eval_mode")
-"""Scalars of a site that are causes of differences, and are compared as such."""
+"""Settings at a site, which are compared as causes of differences rather than as statistics."""
 
 _OF_VALUES = ("mean", "std", "rms", "min", "max", "abs_max", "rank_mean_min", "rank_mean_max")
 _HISTOGRAM = "histogram"
 _MADE = ("grad", "update")  # path suffixes of the tensors that a step computes for a parameter
 _FOLLOWING = ("sum", "variance")  # derived from other statistics, and on a different scale
-_VALUES_AT_ONCE = 1 << 17  # numbers of each run that are compared at once
+_VALUES_AT_ONCE = 1 << 17  # the most values of each run that are compared at once
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Tolerance:
         atol: The absolute tolerance. If the ``rms`` of a site is at most ``atol`` in both runs, only
             its counts are compared.
         exact: If True, require equality to the bit and ignore ``rtol`` and ``atol``.
-        histograms: If True, compare histograms when ``exact`` is True. Every line must be read again for this.
+        histograms: If True, also compare histograms when ``exact`` is True. This reads every line again.
     """
 
     rtol: float = 1e-3
@@ -83,7 +83,7 @@ class SiteDivergence:
     """The divergence of one site over all steps.
 
     Args:
-        first: The difference at the first step that differs. It cites ``rms`` if that differs, and otherwise the
+        first: The difference at the first step that differs. It names ``rms`` if ``rms`` differs, and otherwise the
             statistic that exceeds the tolerance most.
         furthest: The step and the statistic with the largest distance.
         steps: The number of steps at which the site differs.
@@ -104,9 +104,10 @@ class SeriesPair:
         other: The series of the second run.
         without: Statistics to leave out.
         order: The order of the calls.
-        names: The map from names of the first run to those of the second. Results have names of the first run.
-        bands: For each statistic, the spread of repeated runs relative to the reference of the tolerance,
-            ``[steps, sites]``. A difference within it counts as equal.
+        names: The map from module names of the first run to names of the second run. Results use names of the first
+            run.
+        bands: For each statistic, the spread of repeated runs relative to the reference of the tolerance, ``[steps,
+            sites]``. Values that differ by less count as equal.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class SeriesPair:
             np.array([part.sites[site] for site in sites], dtype=np.int64)
             for part, sites in zip(self._parts, of_both, strict=True)
         ]
-        # rms comes first because it is the statistic users read first, and the first of equals is reported.
+        # rms comes first because users read it first, and because the first of equal differences is reported.
         left_out = {*_FOLLOWING, *SETTINGS, *without}
         common = [name for name in one.statistics if name in other.statistics and name not in left_out]
         self.statistics = sorted(common, key=lambda name: name != "rms")
@@ -153,7 +154,7 @@ class SeriesPair:
     def held(self) -> frozenset[Site]:
         """The sites of parameter values, which exist before the step; empty for other groups.
 
-        Running statistics are not among them, because the forward pass has updated them before they are recorded.
+        Running statistics are left out, because the forward pass updates them before they are recorded.
         """
         if self.group != "parameters":
             return frozenset()
@@ -170,7 +171,7 @@ class SeriesPair:
         return seen[0] & seen[1]
 
     def values(self, name: str) -> tuple[Floats, Floats]:
-        """Return both runs' values of a statistic, ``[steps, sites]`` each; NaN if it is missing."""
+        """Return both runs' values of a statistic, ``[steps, sites]`` each; NaN for missing values."""
         one, other = self._values([name], self.steps)
         return one[0], other[0]
 
@@ -204,23 +205,24 @@ class SeriesPair:
         return [self._site(place, found[place]) for place in sorted(found)]
 
     def _differences(self, tolerance: Tolerance) -> Iterator[tuple[slice, Floats, Floats]]:
-        """Yield some steps at a time, with the excess and the distance of each statistic.
+        """Yield slices of steps, with the excess and the distance of each statistic.
 
-        The excess is the difference as a multiple of the tolerance, 0 within it; the distance is relative, -1 within
-        the tolerance; ``[statistics, steps, sites]`` each. With histograms, there is one statistic more.
+        The excess is the difference as a multiple of the tolerance, or 0 within the tolerance. The distance is the
+        relative difference, or -1 within the tolerance. Both are ``[statistics, steps, sites]``. Histograms, if
+        compared, are the last statistic.
         """
         with_histograms = tolerance.exact and tolerance.histograms
         rows = len(self.statistics) + with_histograms
         if not rows or not self.sites:
             return
-        # All at once, the values of a long run take more memory than everything else.
+        # Slices limit the memory, which all values of a long run would dominate.
         at_once = max(1, _VALUES_AT_ONCE // (rows * len(self.sites)))
         for begin in range(0, len(self.steps), at_once):
             steps = slice(begin, begin + at_once)
             one, other = self._values(self.statistics, self.steps[steps])
             both = self.both[steps]
             excess, distance = np.zeros((2, rows, *both.shape))
-            # Operations with NaN and infinities are meant here.
+            # Operations with NaN and infinities are intended here.
             with np.errstate(all="ignore"):
                 size = self._size(one, other, both.shape)
                 for index, name in enumerate(self.statistics):
@@ -242,9 +244,9 @@ class SeriesPair:
         return _larger_rms(one[place], other[place])
 
     def first(self, found: Iterable[SiteDivergence]) -> Divergence:
-        """Return the first of some divergences: at the earliest step, at the site that is called first in it."""
+        """Return the first divergence: the site that is called first in the earliest step."""
         found = list(found)
-        # Scores are those of a few queries, which depend on the order of the samples.
+        # Attention scores are from a few queries only, which depend on the order of the samples.
         found = [each for each in found if not each.first.site.path.startswith(SCORES)] or found
         step = min(each.first.step for each in found)
         firsts = {each.first.site: each.first for each in found if each.first.step == step}
@@ -273,7 +275,7 @@ class SeriesPair:
         return Divergence(number, self.recorder, self.one.stage, self.one.loader, site, name, one, other, distance)
 
     def _difference(self, pair: _Values, tolerance: Tolerance, steps: slice) -> tuple[Floats, Floats]:
-        """Return the difference as a multiple of the tolerance and the relative one, ``[steps, sites]`` each."""
+        """Return the difference as a multiple of the tolerance and the relative difference, ``[steps, sites]`` each."""
         one, other = pair.one, pair.other
         same = (one == other) | (np.isnan(one) & np.isnan(other))
         scale = pair.scale
@@ -318,7 +320,7 @@ class SeriesPair:
 
 @dataclass(frozen=True)
 class _Values:
-    """Both runs' values of a statistic at some steps, and the larger rms of the two, ``[steps, sites]`` each."""
+    """Both runs' values of a statistic at some steps, and the larger rms of the two runs, ``[steps, sites]`` each."""
 
     name: str
     one: Floats
@@ -327,7 +329,7 @@ class _Values:
 
     @property
     def scale(self) -> Floats:
-        """The reference of the statistic."""
+        """The reference of the statistic; see :class:`Tolerance`."""
         if self.name.endswith("_fraction"):
             return np.ones_like(self.one)
         larger = np.fmax(np.abs(self.one), np.abs(self.other))
@@ -337,16 +339,16 @@ class _Values:
 
 
 class _Extremes:
-    """The first and the furthest difference of a site: statistic, step and distance of each."""
+    """The first and the largest difference of a site, each with statistic, step and distance."""
 
     def __init__(self) -> None:
         self.first = self.furthest = (0, 0, -np.inf)
         self.steps = 0
 
     def add(self, begin: int, excess: Floats, distance: Floats, parted: NDArray[np.bool_]) -> None:
-        """Add some steps, of which one differs at least, from the step with the number ``begin`` on.
+        """Add some steps, at least one of which differs. ``begin`` is the index of the first one.
 
-        ``excess`` and ``distance`` are those of each statistic, ``[statistics, steps]``; ``parted`` is a mask,
+        ``excess`` and ``distance`` are ``[statistics, steps]``. ``parted`` is a mask of the steps that differ,
         ``[steps]``.
         """
         if not self.steps:
@@ -355,7 +357,7 @@ class _Extremes:
             self.first = cited, begin + step, float(distance[cited, step])
         step = int(distance.max(0).argmax())
         statistic = int(distance[:, step].argmax())
-        # The first one of equal distances counts.
+        # Of equal distances, the first one counts.
         if distance[statistic, step] > self.furthest[2]:
             self.furthest = statistic, begin + step, float(distance[statistic, step])
         self.steps += int(parted.sum())

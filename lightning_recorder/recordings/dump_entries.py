@@ -23,7 +23,7 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True)
 class DumpEntry:
-    """A dump on disk; nothing is read from the file until it is needed.
+    """A dump on disk. The file is read only when its contents are accessed.
 
     Args:
         path: The file.

@@ -1,4 +1,4 @@
-"""One sentence about a comparison: the cause where it is known, and what it changed."""
+"""One sentence about a comparison: the cause, if it is known, and its effect."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lightning_recorder.recordings.run_changes import Change, Phase
 __all__ = ["explain", "place", "site_name", "written_apart"]
 
 _MOST_CAUSES = 3
-_SAME_FACTOR = 2e-3  # the largest relative difference between factors that count as one
+_SAME_FACTOR = 2e-3  # the largest relative difference between factors that count as equal
 _SIGMAS = 4.0
 
 
 def explain(found: Comparison, *, exact: bool = False) -> str:
-    """Return the sentence."""
+    """Return one sentence about a comparison."""
     if not found.compared:
         return _nothing(found)
     if found.first is None:
@@ -85,7 +85,7 @@ def _listed(causes: Iterable[Change]) -> str:
 
 @dataclass(frozen=True)
 class _Factor:
-    """A factor that all sites of a kind have in common."""
+    """The common factor between the values of two runs at all sites of a kind."""
 
     sites: int
     value: float
@@ -95,13 +95,13 @@ class _Factor:
 
 
 class _Explanation:
-    """The cause of a divergence, from the differences of models and settings and from the pattern of the values."""
+    """The cause of a divergence, found from differences of models and settings and from the pattern of the values."""
 
     def __init__(self, found: Comparison) -> None:
         self.found = found
 
     def text(self, first: Divergence) -> str:
-        """Return the cause, if it is known, and what it changed."""
+        """Return the cause, if it is known, and its effect."""
         causes, effect = self.causes(first), self.effect(first)
         renamed = [each for each in self.found.differences if each.kind == "module name"]
         prefix = f"modules are renamed, {', '.join(each.what for each in renamed)}; " if renamed else ""
@@ -113,7 +113,7 @@ class _Explanation:
         return f"{prefix}{_listed(causes)}" + (f": {effect[1]}" if effect[1] else "")
 
     def causes(self, first: Divergence) -> list[Change]:
-        """Return the differences that can explain a divergence; those of the model come first."""
+        """Return the differences that can explain a divergence; differences of the model come first."""
         changes = [each for each in self.found.changes if not each.what.startswith("hparams.")]
         hyperparameters = [each for each in self.found.changes if each.what.startswith("hparams.")]
         for divergence in (first, self.found.first_bits):
@@ -127,14 +127,14 @@ class _Explanation:
         return []
 
     def _follows_unknown_update(self, first: Divergence) -> bool:
-        """Return whether the parameters may differ at a divergence, because those of that step are not recorded."""
+        """Return True if parameters may differ at a divergence, because they were not recorded at that step."""
         pair = self.pair(first)
         if pair.group == "parameters" or not pair.steps or first.step <= pair.steps[0]:
             return False
         return not any(each.group == "parameters" and first.step in each.steps for each in self.found.pairs)
 
     def _preferred(self, fitting: list[Change]) -> list[Change]:
-        """Return the changes that explain the most. If the graph has changed, most settings are left out."""
+        """Return the most probable causes. If the graph has changed, most settings are left out."""
         graph = [each for each in fitting if each.is_graph]
         precision = [each for each in fitting if each.what == "precision"]
         if graph:
@@ -150,7 +150,7 @@ class _Explanation:
         return next(each for each in self.found.pairs if (each.recorder, each.one.stage, each.one.loader) == key)
 
     def phase(self, first: Divergence) -> Phase | None:
-        """Return the part of the training in which a divergence arose; None if it was in an unrecorded step."""
+        """Return the phase of the training in which a divergence arose."""
         pair = self.pair(first)
         if pair.group == "gradients":
             return Phase.BACKWARD
@@ -161,7 +161,7 @@ class _Explanation:
         return Phase.GRADIENT if first.site.path.endswith(".grad") else Phase.UPDATE
 
     def effect(self, first: Divergence) -> tuple[str, str]:
-        """Return two descriptions of a divergence: for an unknown cause, and for a known one."""
+        """Return two descriptions of a divergence: one for an unknown cause, and one for a known cause."""
         pair, phase = self.pair(first), self.phase(first)
         if pair.one.stage != "train":
             text = f"{site_name(first.site)} differs in {pair.one.stage} only"
@@ -301,7 +301,7 @@ class _Explanation:
         return f"{known}, from equal gradients: the optimizer or its settings differ", known
 
     def _factor(self, pair: SeriesPair, step: int, sites: Iterable[Site], statistic: str = "rms") -> _Factor | None:
-        """Return the factor between the values of all sites at a step; None if it is not the same for all."""
+        """Return the factor between the runs' values at a step; None if the sites have different factors."""
         if statistic not in pair.statistics or step not in pair.steps:
             return None
         one, other = pair.values_at(statistic, step)

@@ -1,4 +1,4 @@
-"""A map from the module names of one run to those of another, given as rules or found from the graphs."""
+"""A map from the module names of one run to the module names of another, given as rules or found from the graphs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ class NameMap:
     """Maps names of the first run to names of the second run by rules.
 
     Args:
-        rules: Rules such as ``"model.layers.*=blocks.*"``. ``*`` stands for any text, which the right side takes over
-            in the same order. The first rule that matches a whole name applies; other names stay as they are.
+        rules: Rules such as ``"model.layers.*=blocks.*"``. Each ``*`` matches any text, which replaces the ``*`` at the
+            same position on the right side. The first rule that matches a whole name applies. Other names do not
+            change.
 
     Raises:
-        ArgumentError: If a rule has no ``=``, or if its sides have different numbers of ``*``.
+        ArgumentError: If a rule has no ``=``, or if the two sides of a rule have different numbers of ``*``.
 
     Example:
         >>> names = NameMap(["stem=embed", "layers.*.attn.*=blocks.*.attention.*"])
@@ -75,9 +76,9 @@ class NameMap:
 
 
 def suggest_rules(one: Graph, other: Graph) -> list[str]:
-    """Return rules for the modules whose names only one of the graphs has, found from the structure; may be empty.
+    """Find rules from the structure for modules whose names are in only one of the graphs; may be empty.
 
-    Calls of modules are matched in the order of time by class, settings and output shapes.
+    Module calls are matched in the order of execution by class, settings and output shapes.
     """
     names = [{node.name for node in graph.module_calls()} for graph in (one, other)]
     mine, theirs = (
@@ -97,7 +98,7 @@ def _key(node: Node) -> tuple[object, ...]:
 
 
 def _rule(name: str, other: str) -> str:
-    """Return the most general rule: equal parts at the end become ``*``, and so do equal numbers before them."""
+    """Return the most general rule: equal parts at the end become ``*``, and so do equal numbers before the end."""
     mine, theirs = name.split("."), other.split(".")
     ends = 0
     while ends < min(len(mine), len(theirs)) - 1 and mine[-1 - ends] == theirs[-1 - ends]:
@@ -111,7 +112,7 @@ def _rule(name: str, other: str) -> str:
 
 
 def _checked(rules: list[str], names: list[str], others: set[str]) -> list[str]:
-    """Return the rules that map at least one name, the more specific ones first; none if two names would collide."""
+    """Return the rules that map at least one name, the most specific first; empty if two names would collide."""
     rules.sort(key=lambda rule: (-rule.partition("=")[0].count("."), rule.count("*")))
     names_map = NameMap(rules)
     found = [names_map(name) for name in names]

@@ -24,10 +24,10 @@ class RankComparison:
 
     ranks: int  # the number of ranks
     steps: int  # the number of records with values of several ranks
-    # the replicated parameters and gradients that differ between ranks, in the order of steps
+    # the replicated parameters and gradients that differ between ranks, ordered by step
     diverged: list[Divergence]
     # For each site, the step with the largest distance between the means of two ranks, relative to the standard
-    # deviation of the site; the largest first. Ranks have different batches, so activations differ.
+    # deviation of the site. The largest distance comes first. Ranks have different batches, so activations differ.
     spreads: list[Divergence]
 
     @property
@@ -55,7 +55,7 @@ class RankComparison:
 
 
 def compare_ranks(run: Run) -> RankComparison:
-    """Compare the ranks of a run, as far as its merged records tell them apart.
+    """Compare the ranks of a run, as far as its merged records distinguish them.
 
     Raises:
         ArgumentError: If the run has no records of several ranks.

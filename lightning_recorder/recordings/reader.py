@@ -1,4 +1,4 @@
-"""Contents of one record file, read incrementally, and their form as tables."""
+"""The contents of one record file, read incrementally, and their conversion to data frames."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ __all__ = [
 
 Read = TypeVar("Read")
 
-_LONGEST_LINE = 1 << 25  # bytes; 30,000 sites with histograms need less
-_PIECE = 1 << 20  # bytes
-_AT_ONCE = 256  # records
+_LONGEST_LINE = 1 << 25  # bytes; a record of 30,000 sites with histograms is shorter
+_PIECE = 1 << 20  # bytes per read of an overlong line
+_AT_ONCE = 256  # the most records that are read into one array
 _FAMILY = FORMAT.partition("/")[0] + "/"
 
 
 class PartKey(NamedTuple):
-    """The key of a part of a file: stage, dataloader, and overflow flag."""
+    """The key of a :class:`Part`: stage, dataloader, and overflow flag."""
 
     stage: str
     loader: int | None
@@ -57,7 +57,7 @@ class PartKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Session:
-    """The start of a fit, or its continuation.
+    """The start or the continuation of a fit, marked by a header line.
 
     Args:
         number: The position among the sessions of the file, counted from 1.
@@ -82,7 +82,7 @@ class Part:
     """The records of one stage and dataloader."""
 
     entries: dict[int, Entry] = field(default_factory=dict)
-    """Records by step; a later line replaces an earlier one of the same step."""
+    """Records by step. A later line replaces an earlier line of the same step."""
     sites: dict[Site, int] = field(default_factory=dict)
     """Sites in the order of first appearance, with their index in that order."""
     statistics: dict[str, None] = field(default_factory=dict)
@@ -94,13 +94,13 @@ class Part:
         self._places: dict[Schema, NDArray[np.int64]] = {}
         self._session = 0
         self._earlier: list[int] = []  # the steps of the records of earlier sessions, in ascending order
-        self._every: int | None = None  # the interval that the record before has announced
+        self._every: int | None = None  # the interval in the previous record
 
     def add(self, entry: Entry) -> None:
         """Add a record; replace an earlier record of the same step.
 
-        A record of several steps also replaces those of earlier sessions at these steps: the last record of a run that
-        was interrupted within an epoch covers a part of the epoch that is repeated.
+        A record that covers several steps also replaces records of earlier sessions at these steps. If a run was
+        interrupted within an epoch, its last record covers a part of the epoch that the next session repeats.
         """
         table = entry.table
         step = table.step
@@ -135,7 +135,7 @@ class Part:
         return sorted(self.entries)
 
     def values(self, statistic: str) -> Floats:
-        """Return one statistic of all sites at all steps, ``[steps, sites]`` float64; NaN if it is missing."""
+        """Return one statistic of all sites at all steps, ``[steps, sites]`` float64; NaN for missing values."""
         found: Floats = self.some_values([statistic], self.steps)[0]
         return found
 
@@ -146,7 +146,7 @@ class Part:
         for schema, begin, end in _runs_of_schemas(tables):
             if not schema.sites:
                 continue
-            # One array for many records, because each call of NumPy takes longer than the values of a record.
+            # Join many records in one array, because a NumPy call takes longer than copying the values of a record.
             joined = np.frombuffer(b"".join(table.numbers.data for table in tables[begin:end]), dtype=np.float64)
             values = joined.reshape(end - begin, len(schema.sites), len(schema.columns))
             for row, statistic in zip(found, statistics, strict=True):
@@ -170,7 +170,7 @@ class Part:
 
 
 def _runs_of_schemas(tables: Sequence[Table]) -> Iterator[tuple[Schema, int, int]]:
-    """Yield the schemas of records, each with the first and the last place of at most 256 records that share it."""
+    """Yield each schema with the start and the end of a run of at most 256 records that share it."""
     begin = 0
     for end, table in enumerate(tables[1:], 1):
         if table.schema is not tables[begin].schema or end - begin == _AT_ONCE:
@@ -181,14 +181,14 @@ def _runs_of_schemas(tables: Sequence[Table]) -> Iterator[tuple[Schema, int, int
 
 
 class RecordReader:
-    """Reads a record file line by line, and later the lines appended since.
+    """Reads a record file line by line; later calls read only the appended lines.
 
     Damaged lines are skipped and counted. Histograms stay in the file until they are requested.
 
     Args:
         path: The file.
-        most: Read only the headers and, of each stage, about this number of records: the last ones, and others that are
-            evenly spread. The file is then read once. By default, all records are read.
+        most: Read only the headers and about this number of records of each stage: the last records, and an even
+            selection of the earlier ones. The file is then read only once. By default, all records are read.
     """
 
     def __init__(self, path: Path, most: int | None = None) -> None:
@@ -226,9 +226,9 @@ class RecordReader:
         return come
 
     def _take(self, offset: int, line: bytes) -> bool:
-        """Parse and store a line; return True if it is a record."""
+        """Parse and store a line. Return True if the line is a record."""
         if not line.strip():
-            self.skipped += not line  # Tail yields an overlong line as an empty one
+            self.skipped += not line  # Tail yields an empty line for an overlong one
             return False
         try:
             found = parse(line)
@@ -237,7 +237,7 @@ class RecordReader:
                 return False
             table = read_table(found, self._schemas)
         except DumpError:
-            self._begin()  # the next call raises again, and a partly read file is never mistaken for a complete one
+            self._begin()  # start again, so that the next call raises again instead of returning a partly read file
             raise
         except ValueError:
             self.skipped += 1
@@ -257,7 +257,7 @@ class RecordReader:
             raise ValueError("the line has another format")
 
     def packed_counts(self, entry: Entry) -> list[object]:
-        """Read the packed counts of all sites of a record from the file; ``None`` for a site without a histogram.
+        """Read the encoded histograms of all sites of a record from the file; ``None`` for a site without a histogram.
 
         Raises:
             DumpError: If the line has changed since it was first read.
@@ -290,11 +290,11 @@ class RecordReader:
 
 
 _STAGE = re.compile(rb'"stage":"([^"]*)"')
-_ABOUT = 4096  # bytes at the start of a line, which have its stage
+_ABOUT = 4096  # bytes at the start of a line, which contain its stage
 
 
 def _sampled(lines: Iterator[tuple[int, bytes]], most: int) -> list[tuple[int, bytes]]:
-    """Return the headers, the last lines of each stage, and a sample of its earlier lines at equal distances."""
+    """Return the headers, the last lines of each stage, and an evenly spaced sample of its earlier lines."""
     stages: dict[bytes, list[tuple[int, bytes]]] = {}
     for offset, line in lines:
         found = _STAGE.search(line, 0, _ABOUT)
@@ -309,8 +309,8 @@ def _sampled(lines: Iterator[tuple[int, bytes]], most: int) -> list[tuple[int, b
 class Tail:
     """Reads a file from the point where the last read stopped.
 
-    A last line without a newline is not returned, because it is torn or still being written. A line longer than
-    32 MiB is skipped without being held in memory, and returned as an empty line.
+    A last line without a newline is not returned, because it is incomplete or still being written. A line longer than
+    32 MiB is never held in memory, and an empty line is returned instead.
 
     A missing file has no lines.
     """
@@ -322,7 +322,7 @@ class Tail:
 
     @property
     def is_replaced(self) -> bool:
-        """True if the file is shorter than the part already read or is gone, so that it must have been replaced."""
+        """True if the file is missing or shorter than the part already read, so that it must have been replaced."""
         return self.offset > 0 and (not self.path.exists() or self.path.stat().st_size < self.offset)
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
@@ -352,7 +352,7 @@ class Tail:
 
 
 def _end_of_line(file: BinaryIO) -> bytes:
-    """Skip to the end of a line of any length; return its last piece."""
+    """Skip to the end of a line of any length, and return the last piece of the line."""
     piece = b""
     while more := file.readline(_PIECE):
         piece = more
@@ -421,7 +421,7 @@ def write_parquet(rows: Iterable[list[Any]], columns: list[str], path: Path) -> 
 
 
 def _library(name: str, what: str) -> Any:
-    # Not an import statement: mypy finds the type stubs in some environments only, so no ignore comment fits all.
+    # Not an import statement: mypy finds the type stubs in only some environments, so no ignore comment would fit all.
     try:
         return import_module(name)
     except ImportError as error:

@@ -27,13 +27,13 @@ __all__ = ["Recording", "Run", "open_recording"]
 Made = TypeVar("Made")
 
 _GROUPS = ("activations", "gradients", "parameters")
-_LONGEST_HEADER = 1 << 16  # bytes
-_DEEPEST_NODE = 200  # modules inside each other; the views of a graph call themselves for each level
-_DEEPEST = 8  # folder levels between the given folder and that of a run
+_LONGEST_HEADER = 1 << 16  # the most bytes of a header
+_DEEPEST_NODE = 200  # the deepest nesting of modules, since the views of a graph recurse once per level
+_DEEPEST = 8  # the most folder levels between the given folder and the folder of a run
 
 
 class Recording:
-    """The runs below a folder. With a single run, its contents are available here directly.
+    """The runs below a folder. If there is a single run, its contents are also attributes of the recording.
 
     Args:
         runs: The runs by name. The name is the path of the run's folder relative to the opened folder.
@@ -57,7 +57,7 @@ class Recording:
         return next(iter(self.runs.values()))
 
     def __getitem__(self, name: str) -> Any:
-        """Return the run of that name; if there is only one run, also accept the label of one of its recorders."""
+        """Return the run with a name. If there is only one run, return the series of a recorder label."""
         if name in self.runs:
             return self.runs[name]
         run = self.run
@@ -112,11 +112,11 @@ class Recording:
     def page(self, path: str | os.PathLike[str] | None = None, *, limit: int = 10_000_000) -> str:
         """Return the page of the runs: findings, graph and the history of every layer, as one HTML file.
 
-        A notebook shows the returned document. It needs no network and no server; two runs are compared.
+        A notebook shows the returned document, which needs no network and no server. Two runs are compared.
 
         Args:
             path: The file to write, if any.
-            limit: The number of bytes for all statistics; beyond it, neighboring records are joined.
+            limit: The number of bytes for all statistics. Beyond the limit, neighboring records are joined.
 
         Raises:
             DumpError: If a file of a run is damaged.
@@ -168,7 +168,7 @@ def open_recording(path: str | os.PathLike[str]) -> Recording:
         if folder.exists():
             raise DumpError(f"{str(folder)!r} is a file: give the log_dir of its run")
         raise DumpError(f"nothing can be opened at {str(folder)!r}: {describe_missing(folder)}")
-    # Made absolute because "." has no name. Messages and run names use relative paths only.
+    # Make the path absolute because "." has no name. Messages and run names still use relative paths only.
     here = folder.resolve()
     runs = dict(_runs_at(here, here.parent.name if here.name == RECORDER else here.name))
     if runs:
@@ -208,12 +208,12 @@ def _by_number(name: str) -> list[tuple[int, int, str]]:
 
 
 class Run:
-    """The recording of one run; each part is read on first access.
+    """The recording of one run. Each file is read on first access.
 
     Args:
         name: The name of the run within its :class:`Recording`.
         directory: The recording folder, ``<log_dir>/recorder``.
-        most_records: Read only about this number of records of each stage of a recorder; by default all.
+        most_records: Read only about this number of records of each stage of a recorder; by default all records.
     """
 
     def __init__(self, name: str, directory: Path, most_records: int | None = None) -> None:
@@ -221,7 +221,7 @@ class Run:
         self.directory = directory
         self._most_records = most_records
         self._series: dict[str, Series] | None = None
-        self._graph: tuple[tuple[int, int] | None, Graph] | None = None  # with the version of its file
+        self._graph: tuple[tuple[int, int] | None, Graph] | None = None  # the graph with the version of its file
 
     @property
     def log_dir(self) -> Path:
@@ -235,7 +235,7 @@ class Run:
 
     @property
     def has_records(self) -> bool:
-        """True if there is a record of at least one tensor; a run that crashes in its first step has none."""
+        """True if there is a record of at least one tensor. A run that crashes in its first step has none."""
         return any(part.sites for label in self for part in self[label].parts.values())
 
     @property
@@ -261,7 +261,7 @@ class Run:
         for path in sorted((self.directory / RECORDS).glob("*.jsonl")):
             if is_inside(path, self.log_dir):
                 group, label = _group_and_label(path)
-                # If two files claim the same label, the second one is listed under its file name.
+                # If two files have the same label, the second file is listed under its file name.
                 label = path.stem if not label or label in found else label
                 found[label] = (_order(group, label), known.get(path) or Series(RecordReader(path, self._most_records)))
         self._series = {label: found[label][1] for label in sorted(found, key=lambda label: found[label][0])}
@@ -296,14 +296,14 @@ class Run:
             DumpError: If the file is damaged.
         """
         version = self._state_of_graph()
-        # A large graph takes a second to read, and examining and showing a run both need it.
+        # Cached: reading a large graph takes a second, and both examining and showing a run need the graph.
         if version is None or self._graph is None or self._graph[0] != version:
             graph = self._read_graph()
             self._graph = None if graph is None or version is None else (version, graph)
         return None if self._graph is None else self._graph[1]
 
     def set_graph(self, graph: Graph) -> None:
-        """Set the graph that this process has written, so that its file is read only if it changes."""
+        """Set the graph that this process has written. Its file is then read only if it changes."""
         self._graph = self._state_of_graph(), graph
 
     def _state_of_graph(self) -> tuple[int, int] | None:
@@ -327,7 +327,7 @@ class Run:
 
     @property
     def receipt(self) -> Mapping[str, Any] | None:
-        """The coverage and overhead of each recorder: sites recorded, sites skipped and the reason, and cost.
+        """The coverage and the overhead of each recorder: recorded sites, skipped sites with the reason, and cost.
 
         ``None`` if no receipt was written.
 
@@ -341,7 +341,7 @@ class Run:
 
     @property
     def data(self) -> DataFacts | None:
-        """The numbers of different samples in the epochs of the run, for the rules. ``None`` if they are not known.
+        """Facts about the samples of the run, for the rules; ``None`` if they are unknown.
 
         Raises:
             DumpError: If the file is damaged.
@@ -352,9 +352,10 @@ class Run:
 
     @property
     def findings(self) -> list[Finding]:
-        """The faults of the run, causes first. Computed at each access.
+        """The findings of the run, causes first. Computed at each access.
 
-        Empty or only notes if the run is healthy, or if little was examined, which :attr:`diagnosis` tells.
+        The list is empty or has only notes if the run is healthy or too little was examined; :attr:`diagnosis`
+        distinguishes these cases.
 
         Raises:
             DumpError: If a file of the run is damaged.
@@ -363,7 +364,7 @@ class Run:
 
     @property
     def diagnosis(self) -> Diagnosis:
-        """The findings and the rules that could not run. ``is_healthy`` is None if too little was examined to say so.
+        """The findings and the rules that could not run. ``is_healthy`` is None if too little was examined.
 
         Computed at each access.
 
@@ -376,7 +377,7 @@ class Run:
 
     @property
     def written_diagnosis(self) -> Diagnosis | None:
-        """The diagnosis that the run itself has written last; ``None`` if it has written none.
+        """The latest diagnosis that the run has written; ``None`` if it has written none.
 
         Raises:
             DumpError: If the file is damaged.
@@ -387,7 +388,7 @@ class Run:
 
     @property
     def check(self) -> Mapping[str, Any] | None:
-        """The answers of :class:`~lightning_recorder.Check` as in its file, or ``None`` if the run was not checked.
+        """The answers of :class:`~lightning_recorder.Check`, as in its file; ``None`` if the run was not checked.
 
         Raises:
             DumpError: If the file is damaged.
@@ -402,7 +403,7 @@ class Run:
         return found
 
     def _made_of(self, name: str, make: Callable[[Any], Made]) -> Made | None:
-        """Return what a file of the run has, or ``None`` if there is no such file."""
+        """Return an object made from the contents of a file of the run; ``None`` if there is no such file."""
         data = self._json(name)
         try:
             return None if data is None else make(data)
@@ -449,7 +450,7 @@ def _is_recorder(directory: Path) -> bool:
 
 
 def _runs_at(path: Path, name: str) -> Iterator[tuple[str, Run]]:
-    """Yield the run at a path, as :func:`_run_at` returns it, and those that other processes recorded meanwhile."""
+    """Yield the run at a path, and the runs that other processes recorded there at the same time."""
     run = _run_at(path, name)
     if run is not None:
         yield name, run
@@ -460,7 +461,7 @@ def _runs_at(path: Path, name: str) -> Iterator[tuple[str, Run]]:
 
 
 def _run_at(path: Path, name: str) -> Run | None:
-    """Return the run at a path, which is its ``log_dir`` or its recording folder; ``None`` if there is none."""
+    """Return the run at a path, which may be its ``log_dir`` or its recording folder; ``None`` if there is none."""
     for directory in (path / RECORDER, path):
         if directory.is_dir() and _is_recorder(directory):
             return Run(name, directory)
@@ -485,7 +486,7 @@ def _order(group: str, label: str) -> tuple[int, str]:
 
 
 def _check_graph(graph: Graph) -> None:
-    """Raise an error for a graph with a node before its parent, which includes every cycle, or that is too deep."""
+    """Raise an error for a graph that is too deep, or has a node before its parent; this includes every cycle."""
     depths: dict[int | None, int] = {None: -1}
     for place, node in enumerate(graph.nodes):
         if node.parent not in depths or (place and node.parent is None):

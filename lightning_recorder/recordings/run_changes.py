@@ -1,4 +1,4 @@
-"""Differences between two runs that are known without their values: graphs and settings."""
+"""Differences between the graphs and the settings of two runs, as opposed to their values."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["Change", "Phase", "distinct", "graph_changes", "series_changes", "se
 
 
 class Phase(IntEnum):
-    """The parts of a training, in the order of time."""
+    """The phases of a training, in the order of time."""
 
     START = 0
     """The initial values of the parameters."""
     FORWARD = 1
     BACKWARD = 2
     GRADIENT = 3
-    """The gradients as the optimizer uses them, after clipping."""
+    """The gradients after clipping, as the optimizer uses them."""
     UPDATE = 4
 
 
@@ -38,9 +38,9 @@ class Change:
 
     Args:
         what: The setting, or the name of the module, function or tensor.
-        one: The value in the first run; empty if it does not exist there.
+        one: The value in the first run; empty if the setting or module does not exist there.
         other: The value in the second run.
-        phases: The parts of a training in which the difference can show first.
+        phases: The phases of a training in which the difference can have its first effect.
         others: The names of further modules with the same difference.
         is_graph: True for a difference of the model.
         aspect: The setting of a module or the argument of a function; empty for its class.
@@ -71,7 +71,7 @@ class Change:
 _OF_TRAINER = {
     "precision": _FIRST,
     "accumulate_grad_batches": (Phase.FORWARD, Phase.BACKWARD, Phase.GRADIENT),
-    # Lightning clips after the hook that records the gradients, right before the optimizer uses them.
+    # Lightning clips gradients after the hook that records them, right before the optimizer uses them.
     "gradient_clip_val": (Phase.GRADIENT, Phase.UPDATE),
     "gradient_clip_algorithm": (Phase.GRADIENT, Phase.UPDATE),
 }
@@ -93,12 +93,12 @@ def setting_changes(one: Run, other: Run) -> list[Change]:
 
 
 def settings_of(run: Run) -> dict[str, str]:
-    """Return the settings of a run by name; one that parameter groups have differently has the values of all."""
+    """Return the settings of a run by name. A setting that differs between parameter groups has all values."""
     return {name: _shown(value) for (name, _), value in _settings(run, is_split=False)}
 
 
 def _later_changes(one: Run, other: Run) -> list[Change]:
-    """Return the settings of optimizers at the first step at which the records of the runs have different ones."""
+    """Return the optimizer settings that differ, at the first common recorded step with a difference."""
     for label in one:
         there = set(other[label].steps) if label in other else set()
         steps = [step for step in one[label].steps if step in there]
@@ -119,8 +119,8 @@ def _later_changes(one: Run, other: Run) -> list[Change]:
 def _settings(run: Run, *, is_split: bool) -> Iterator[tuple[tuple[str, tuple[Phase, ...]], Any]]:
     """Yield each setting as its name, the phases that it affects, and its value.
 
-    If ``is_split``, the settings of each parameter group of an optimizer are apart; otherwise a setting has the values
-    of all groups.
+    If ``is_split``, each parameter group of an optimizer has separate settings; otherwise a setting has the values of
+    all groups.
     """
     found = _first_settings(run)
     trainer, data, seeds = (_mapping(found.get(name)) for name in ("trainer", "data", "seeds"))
@@ -154,17 +154,17 @@ def _recorded(run: Run, label: str) -> Iterator[Mapping[str, Any]]:
     for session in run[label].sessions:
         settings = session.about.get("settings")
         if isinstance(settings, dict):
-            yield hide_secrets(settings)  # those of version 0.1 have secrets
+            yield hide_secrets(settings)  # files of version 0.1 contain secrets
 
 
 def _of_groups(groups: object, *, is_split: bool) -> Iterator[tuple[tuple[str, tuple[Phase, ...]], Any]]:
-    """Yield the settings of parameter groups: of each one, or the different values of all together."""
+    """Yield the settings of parameter groups: separately for each group, or the different values of all groups."""
     groups = [_mapping(each) for each in groups] if isinstance(groups, list) else []
     names = dict.fromkeys(name for group in groups for name in group if name not in _OF_SCHEDULERS)
     if not is_split:
         for name in names:
             values = [group[name] for group in groups if name in group]
-            # Sorted, since the order of the groups makes no difference.
+            # Sorted, since the order of the groups does not matter.
             different = tuple(
                 sorted((each for place, each in enumerate(values) if each not in values[:place]), key=_shown)
             )
@@ -192,7 +192,7 @@ def _of_optimizers(
 
 
 def distinct(changes: list[Change]) -> list[Change]:
-    """Return each difference once: a setting of all groups, a seed and a hyperparameter often repeat another."""
+    """Return each difference once: settings of several groups, seeds and hyperparameters often repeat others."""
     found: dict[tuple[str, str, str], Change] = {}
     for change in changes:
         if change.is_graph:
@@ -201,7 +201,7 @@ def distinct(changes: list[Change]) -> list[Change]:
         name = change.what.partition(" of ")[0].removeprefix("hparams.")
         found.setdefault(("seed" if name.endswith("seed") else name, change.one, change.other), change)
     classes = [each for each in found.values() if each.what.startswith("optimizer")]
-    # Another optimizer has other settings, which say nothing more.
+    # Another optimizer class has other settings anyway, so they are left out.
     found_classes = [each for each in found.values() if each in classes or each.phases != (Phase.UPDATE,)]
     return found_classes if classes else list(found.values())
 
@@ -213,7 +213,7 @@ def _mapping(value: object) -> Mapping[str, Any]:
 def _shown(value: Any) -> str:
     if isinstance(value, list):
         return f"({', '.join(map(_shown, value))})"
-    if isinstance(value, tuple):  # of several parameter groups
+    if isinstance(value, tuple):  # the values of several parameter groups
         return " and ".join(map(_shown, value))
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
@@ -222,7 +222,7 @@ def _shown(value: Any) -> str:
 
 
 def series_changes(one: Run, other: Run, names: NameMap) -> list[Change]:
-    """Return the modules that are trained, or in training mode, in one of the runs only."""
+    """Return the modules that are trained, or in training mode, in only one of the runs."""
     return _merged([*_trained(one, other, names), *_modes(one, other, names)])
 
 
@@ -236,7 +236,7 @@ def _trained(one: Run, other: Run, names: NameMap) -> Iterator[Change]:
     for name in dict.fromkeys([*mine, *values[1]]):
         here, there = mine.get(name, ()), values[1].get(name, ())
         if here == there or name not in called[0] & called[1]:
-            continue  # a module that only one of the models has is a difference of its own
+            continue  # a module that only one model has is reported separately
         if not here or not there:
             state = ["trained" if paths else "not trained" for paths in (here, there)]
             yield Change(name or "(root)", state[0], state[1], is_graph=True)
@@ -277,10 +277,10 @@ _DERIVED = ("outputs", "dtypes", "parameters", "tied", "autograd", "repeats", "p
 
 
 def graph_changes(one: Run, other: Run, names: NameMap) -> list[Change]:
-    """Return the differences of the models as their graphs have them, in the order of time and without consequences.
+    """Return the differences between the models' graphs, in the order of execution and without consequences.
 
-    A module that is only in one graph stands for the modules and functions in it, and a changed module for the
-    functions that it calls. Shapes, dtypes and edges are reported only if nothing else differs.
+    If a module is only in one graph, the modules and functions inside of it are not reported. If a module has changed,
+    the functions that it calls are not reported. Shapes, dtypes and edges are reported only if nothing else differs.
     """
     graphs = one.graph, other.graph
     if graphs[0] is None or graphs[1] is None:
@@ -316,7 +316,7 @@ class _Graphs:
         self.batches = [{node.name: node for node in graph.nodes if node.kind == "input"} for graph in (one, other)]
 
     def changes(self) -> list[Change]:
-        """Return the differences that follow from no other difference. Equal ones are merged."""
+        """Return the differences that are not consequences of others. Equal differences are merged."""
         found = [*self._modules()]
         known = {change.what for change in found}
         found += [change for change in self._functions() if not _is_inside(_owner(change.what), known)]
@@ -359,7 +359,7 @@ class _Graphs:
                 yield Change(change.name, *pair, _ALL[1:3], is_graph=True, aspect=key)
 
     def _follows_batch(self, aspects: Mapping[str, tuple[str, str]]) -> bool:
-        """Return True if arguments of a function, such as a shape, contain the batch size."""
+        """Return True if all differing arguments of a function contain the batch size, such as a shape."""
         sizes = [str(size) for size in self.batch_sizes]
         return all(size in pair[place] for pair in aspects.values() for place, size in enumerate(sizes))
 
@@ -367,7 +367,7 @@ class _Graphs:
         gone, come = (
             [name for name in names if name in self.optimizers] for names in (self.found.removed, self.found.added)
         )
-        if gone and come:  # the first batch of an accumulated step has none
+        if gone and come:  # with gradient accumulation, the first batch has no optimizer step
             yield Change("optimizer", ", ".join(gone), ", ".join(come), (Phase.UPDATE,))
 
     def _edges(self) -> Iterator[Change]:
@@ -409,7 +409,7 @@ def _merged(changes: list[Change]) -> list[Change]:
     """Merge equal differences of several modules and calls."""
     found: dict[tuple[object, ...], list[Change]] = {}
     for change in changes:
-        # A difference that has no values, such as a missing module, is the same for functions of the same name.
+        # Differences without two values, such as a missing function, are merged only for functions of the same name.
         kind = "" if change.one and change.other else change.what.rpartition("/")[2].partition("#")[0]
         found.setdefault((change.one, change.other, change.phases, change.aspect, kind), []).append(change)
     merged = []

@@ -23,7 +23,7 @@ from lightning_recorder.records.counts import unpack_counts
 __all__ = ["Scaling", "SiteScaling", "check_scaling"]
 
 _MOST_STEPS = 10
-_ERRORS = 3.0  # an exponent is off if it is this number of standard errors away
+_ERRORS = 3.0  # an exponent is off only if it is more than this number of standard errors away
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class SiteScaling:
     site: Site
     exponents: tuple[float, ...]  # the exponent at each step
     errors: tuple[float, ...]  # the standard error of each exponent; NaN with two widths
-    step: int  # the step of :attr:`exponent`
+    step: int  # the step at which :attr:`exponent` was fitted
     exponent: float  # the exponent that is furthest outside of the expected range
-    values: tuple[float, ...]  # the mean absolute value at that step for each width
-    is_readout: bool  # True if no dimension of the site grows with the width, as for the output of the model
+    values: tuple[float, ...]  # the mean absolute value at ``step`` for each width
+    is_readout: bool  # True if no dimension of the site grows with the width, such as the output of the model
     is_off: bool  # True if the exponent is outside of the expected range
 
 
@@ -83,7 +83,7 @@ class Scaling:
                 "It is off before the first update, so look at the initialization: the variance of a weight is 1 / "
                 "fan_in, and that of the output weight is smaller."
             )
-        # Once the training of a wide model diverges, other sites may change the other way.
+        # Once the training of a wide model diverges, other sites may change in the opposite direction.
         if self._worst.exponent > 0:
             return (
                 "The updates are too large for wide models. In maximal-update parametrization, Adam's learning rate of "
@@ -101,17 +101,18 @@ def check_scaling(
 ) -> Scaling:
     """Fit the growth of each site's mean absolute value with the width of the model.
 
-    In maximal-update parametrization, the coordinates of every activation have a size that does not depend on the
-    width, at any step. The exponent of a power law is fitted for each of the first ten common steps. It is off if it
-    differs from 0 by more than the tolerance and by more than three standard errors. The output of the model, and other
-    sites without a dimension that grows, may shrink as the root of the width, since their initial values average out.
+    In maximal-update parametrization, the size of the entries of every activation does not depend on the width, at any
+    step. A power law is fitted at each of the first ten common steps. An exponent is off if it differs from 0 by more
+    than the tolerance and by more than three standard errors. The output of the model, and other sites without a
+    growing dimension, may shrink with the square root of the width, since their initial values average out.
 
     Source: Yang et al. 2022, Tensor Programs V: Tuning Large Neural Networks via Zero-Shot Hyperparameter Transfer,
     arXiv:2203.03466; the check is described in the documentation of https://github.com/microsoft/mup.
 
     Args:
         runs: Runs that differ in the width. Several runs of one width, with different seeds, make it more precise.
-        widths: The width of each run; by default the size that most of the dimensions that differ have.
+        widths: The width of each run; by default the most frequent size among the dimensions that differ between the
+            runs.
         recorder: The label of the recorder.
         tolerance: The largest exponent that counts as 0.
 
@@ -158,7 +159,7 @@ def check_scaling(
 
 
 def _growing(site: Site, series: Sequence[Series]) -> list[tuple[int, ...]]:
-    """Return the sizes, one per run, of each dimension of a site that differs between the runs."""
+    """Return the sizes of each dimension of a site that differs between the runs, one size per run."""
     shapes = [each[site].shape for each in series]
     if any(shape is None or len(shape) != len(shapes[0] or ()) for shape in shapes):
         return []
@@ -166,7 +167,7 @@ def _growing(site: Site, series: Sequence[Series]) -> list[tuple[int, ...]]:
 
 
 def _widths(growing: Iterable[list[tuple[int, ...]]], series: Sequence[Series]) -> list[float]:
-    """Return the sizes of the dimension that most of the sites have."""
+    """Return the most frequent sizes of a growing dimension, one per run."""
     counts = Counter(sizes for found in growing for sizes in found)
     if not counts:
         return [1.0] * len(series)
@@ -199,14 +200,14 @@ def _mean_absolute(series: Series, sites: Sequence[Site], steps: Sequence[int]) 
 
 @lru_cache(maxsize=1)
 def _middles() -> Tensor:
-    """Return the middle of the absolute values of each bin, ``[2048]`` float64; 0 for the bins that are not finite."""
+    """Return the middle of each bin as a magnitude, ``[2048]`` float64; 0 for the bins of non-finite values."""
     half = BINS // 2
     edges = (torch.arange(half + 1, dtype=torch.int64, device="cpu") << BIN_SHIFT)[: FINITE_BINS + 1].to(torch.int32)
     edges = edges.view(torch.float32).double()
     edges[-1] = torch.finfo(torch.float32).max
     middles = torch.zeros(half, dtype=torch.float64, device="cpu")
     middles[:FINITE_BINS] = (edges[:-1] + edges[1:]) / 2
-    middles[0] = 0.0  # nearly all of its values are zeros
+    middles[0] = 0.0  # nearly all values in this bin are zeros
     return torch.cat([middles, middles])
 
 

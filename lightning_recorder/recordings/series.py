@@ -1,4 +1,4 @@
-"""Records of one recorder, or of one of its sites, as tensors over steps."""
+"""The records of one recorder, or of one of its sites, as tensors over steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WHOLE_OUTPUT = "out"
 
 
 class Series:
-    """The records of one recorder: those of training, or those of another stage selected with :meth:`of`.
+    """The records of one recorder in training, or in another stage selected with :meth:`of`.
 
     Args:
         reader: The contents of the record file, read on first access.
@@ -36,7 +36,7 @@ class Series:
         loader: The index of the dataloader; by default the first.
 
     Raises:
-        DumpError: From any member that reads the file, if the file cannot be read or was not written by this package.
+        DumpError: By any member that reads the file, if the file cannot be read or was not written by this package.
     """
 
     def __init__(self, reader: RecordReader, stage: str | None = None, loader: int | None = None) -> None:
@@ -63,7 +63,7 @@ class Series:
 
     @property
     def keys(self) -> list[PartKey]:
-        """The stages and dataloaders of this series, training first; only those that :meth:`of` selected, if it did."""
+        """The stages and dataloaders of this series, training first. :meth:`of` limits them to its selection."""
         return list(self.parts)
 
     @property
@@ -102,7 +102,7 @@ class Series:
         return list(dict.fromkeys(key.stage for key in keys))
 
     def of(self, stage: str, loader: int | None = None) -> Series:
-        """Return the records of another stage, or of one of its dataloaders.
+        """Return the series of another stage, or of one of its dataloaders.
 
         Raises:
             ArgumentError: If nothing was recorded there; the message lists the recorded stages.
@@ -131,7 +131,7 @@ class Series:
 
     @property
     def replaced(self) -> int:
-        """The number of records replaced by a later one, for example in a run resumed from an earlier step."""
+        """The number of records that a later record replaced, for example in a run resumed from an earlier step."""
         return self._part.replaced
 
     @property
@@ -170,8 +170,8 @@ class Series:
     def calls(self, step: int) -> dict[Site, int]:
         """Return the number of recorded tensors of each site of a record, in the order of first execution in it.
 
-        Each call of a module gives one tensor, unless it has several. Empty for a file of an older version, and for
-        parameters.
+        Each call of a module counts once, or more often if it returns several tensors. The result is empty for
+        parameters and for files of older versions.
 
         Raises:
             ArgumentError: If the step was not recorded.
@@ -232,7 +232,7 @@ class Series:
         return dict(zip(entry.table.sites, self._reader.packed_counts(entry), strict=True))
 
     def all_vectors(self, step: int) -> dict[Site, dict[str, Floats]]:
-        """Return the statistics of a record that are vectors, ``[n]`` float64; a site without any is left out.
+        """Return the vector statistics of a record by site, ``[n]`` float64. Sites without vectors are left out.
 
         Raises:
             ArgumentError: If the step was not recorded.
@@ -259,7 +259,7 @@ class Series:
         return len(self._part.sites)
 
     def __getitem__(self, key: str | tuple[str, str]) -> SiteSeries:
-        """Return one site, selected by module name or by the pair of module name and path.
+        """Return the series of one site, selected by module name or by the pair of module name and path.
 
         If a module has several sites, its name alone selects the whole output.
 
@@ -282,7 +282,7 @@ class Series:
     def _matching(self, key: object) -> list[Site]:
         if isinstance(key, str):
             return [site for site in self._part.sites if key == (site.path if is_batch(*site) else site.name)]
-        # Looked up, since a model may have tens of thousands of sites, and `show` and `diff` ask for each.
+        # A direct lookup, since a model may have tens of thousands of sites, and `show` and `diff` ask for each.
         is_site = isinstance(key, tuple) and all(isinstance(each, str) for each in key)
         return [Site(*key)] if is_site and key in self._part.sites else []
 
@@ -388,7 +388,7 @@ class SiteSeries:
         return found
 
     def vectors(self, step: int) -> dict[str, Tensor]:
-        """Return the statistics that are vectors at one step, such as a mean for each channel, ``[channels]`` float64.
+        """Return the vector statistics at one step, such as the mean of each channel, ``[channels]`` float64.
 
         Raises:
             ArgumentError: If the site was not recorded at that step.
@@ -401,9 +401,9 @@ class SiteSeries:
 
     @property
     def calls(self) -> list[int | None]:
-        """The number of recorded tensors of the site at each of :attr:`steps`, such as one for each call of its module.
+        """The number of recorded tensors of the site at each of :attr:`steps`, usually one per call of the module.
 
-        With several ranks, the number on the first one. ``None`` if the file does not contain it.
+        With several ranks, this is the number on the first rank. ``None`` if the file does not contain it.
         """
         return [calls_of(entry.table).get(self.site) for entry in self._entries()]
 
@@ -430,7 +430,7 @@ class SiteSeries:
         return unpacked(packed)
 
     def classes(self, step: int) -> dict[int, int]:
-        """Return the number of values of each class at one step, for a site whose path ends with ``.classes``.
+        """Return the count of each class at one step, for a site whose path ends with ``.classes``.
 
         Raises:
             ArgumentError: As for :meth:`bins`.
@@ -442,7 +442,7 @@ class SiteSeries:
         return {each: int(number) for each, number in enumerate(counts) if number}
 
     def histogram(self, step: int) -> Histogram:
-        """Return the histogram at one step, with edges, quantiles and the fraction that a narrower dtype would lose.
+        """Return the histogram at one step. It has edges, quantiles, and the fraction that a narrower dtype would lose.
 
         Raises:
             ArgumentError: As for :meth:`bins`, or if ``count``, ``mean``, ``rms``, ``min`` or ``max`` was not recorded.

@@ -1,1 +1,1 @@
-"""Records: the statistics of sites as tables, their histograms, their form in a file, and their tags."""
+"""Records: the statistics of sites as tables, their histograms, their file format and their tags."""

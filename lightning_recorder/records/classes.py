@@ -1,6 +1,6 @@
-"""Counts of classes, which are kept as the histogram of a site: each class has a bin of its own.
+"""Class counts, stored as the histogram of a site with one bin per class.
 
-So they are merged over batches and ranks like every histogram, exactly, and files contain them.
+Class counts are therefore merged exactly over batches and ranks and written to files, like every histogram.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 __all__ = ["CLASS_COUNTS", "class_counts", "class_scalars", "classes_in"]
 
 CLASS_COUNTS = ".classes"
-"""The end of the paths of sites that count classes."""
+"""The path suffix of sites that count classes."""
 
 _BINS = slice(FIRST_CLASS_BIN, FIRST_CLASS_BIN + CLASSES)
 
 
 def class_counts(bins: Tensor | NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the number of values of each class, ``[1000]``, for the bins of a site that counts classes, ``[2048]``."""
+    """Return the count of each class, ``[1000]``, from the bins of a site that counts classes, ``[2048]``."""
     return np.asarray(bins)[_BINS].astype(np.int64)
 
 
 def classes_in(histogram: Histogram) -> dict[int, int]:
-    """Return the number of values of each class that occurs, for the histogram of a site that counts classes."""
-    # The lower edge of a bin has the bits of the bin alone.
+    """Return the count of each class that occurs, from the histogram of a site that counts classes."""
+    # The upper bits of a lower edge are the bin index, and its other bits are zero.
     bins = histogram.edges[:-1].astype(np.float32).view(np.uint32) >> BIN_SHIFT
     is_class = (histogram.edges[:-1] > 0) & (histogram.counts > 0)
     classes = bins[is_class].astype(np.int64) - FIRST_CLASS_BIN
@@ -40,7 +40,7 @@ def classes_in(histogram: Histogram) -> dict[int, int]:
 
 
 def class_scalars(bins: Tensor, names: Iterable[str]) -> list[float]:
-    """Return statistics of class numbers, for bins, ``[2048]``, that count classes; NaN for unsuitable ones."""
+    """Return statistics of the class numbers, from bins, ``[2048]``, that count classes; NaN if not meaningful."""
     counts = class_counts(bins)
     classes, number = np.flatnonzero(counts), int(counts.sum())
     found: dict[str, float] = {"count": number, "nan_count": 0.0, "inf_count": 0.0, "histogram_fraction": 1.0}

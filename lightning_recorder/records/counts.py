@@ -1,4 +1,4 @@
-"""The histograms of many sites: arrays of their nonempty bins, and the encoding of these in record files."""
+"""The histograms of many sites: arrays of nonempty bins, and their encoding in record files."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ Integers = NDArray[np.int64]
 
 _HALF = BINS // 2
 _SHIFT = BINS.bit_length() - 1
-_MOST_ENTRIES = 1 << 15  # encoded at a time, so that the temporaries stay small and in the caches
-_FEW_ROWS = 16  # a part that leaves out fewer histograms shares what is computed from all of them
-_CENTER = FINITE_BINS - BINS_PER_OCTAVE  # the bin between the edges that holds zero and the subnormals
+_MOST_ENTRIES = 1 << 15  # the most bins that are encoded at a time, so that temporary arrays fit into the caches
+_FEW_ROWS = 16  # a subset that leaves out at most this many histograms shares the results for all of them
+_CENTER = FINITE_BINS - BINS_PER_OCTAVE  # the bin of zero and the subnormal values
 
 
 def _places_between_edges() -> Integers:
-    """Return the index of each bin among the bins between the edges, ``[2048]``; -1 for NaN and infinities."""
+    """Return the position of each bin in ascending order of values, ``[2048]``; -1 for NaN and infinities."""
     places = np.full(BINS, -1, dtype=np.int64)
     further = np.arange(FINITE_BINS - BINS_PER_OCTAVE)
     places[:BINS_PER_OCTAVE] = places[_HALF : _HALF + BINS_PER_OCTAVE] = _CENTER
@@ -73,7 +73,7 @@ class CoarseHistogram(NamedTuple):
 
 
 class SparseCounts:
-    """Several histograms, as their nonempty bins. Parts of it share its arrays and what is computed from them.
+    """Several histograms, as arrays of nonempty bins. Subsets share these arrays and the results computed from them.
 
     A typical histogram has about 100 nonempty bins, so it takes 1.6 KB instead of 16 KB.
 
@@ -84,12 +84,12 @@ class SparseCounts:
     def __init__(self, counts: NDArray[Any]) -> None:
         self._entries = _Entries.of(counts)
         self._rows = np.arange(len(counts))
-        self._left_out = 0  # the number of histograms of a record that this part of it does not have
-        self._missing: frozenset[int] = frozenset()  # the histograms that do not exist
+        self._left_out = 0  # the number of the record's histograms that are not in this subset
+        self._missing: frozenset[int] = frozenset()  # the rows without a histogram
 
     @classmethod
     def of_tensors(cls, bins: Sequence[Tensor]) -> SparseCounts:
-        """Return the histograms with these counts, ``[2048]`` int64 each; one of shape ``[0]`` does not exist.
+        """Return the histograms with these counts, ``[2048]`` int64 each. A tensor of shape ``[0]`` means no histogram.
 
         Raises:
             ArgumentError: If a tensor has another shape or dtype, is sparse, or contains a negative count.
@@ -106,7 +106,7 @@ class SparseCounts:
         Args:
             sizes: The number of nonempty bins of each histogram, ``[histograms]``.
             bins: The nonempty bins of each histogram in ascending order, one histogram after the other.
-            counts: Their counts.
+            counts: The count of each nonempty bin, in the same order.
         """
         found = object.__new__(cls)
         starts = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(sizes, dtype=np.int64)))
@@ -143,11 +143,12 @@ class SparseCounts:
         return found
 
     def packed(self) -> list[bytes | None]:
-        """Return each histogram in the encoding of record files, uncompressed; ``None`` for one that does not exist.
+        """Return each histogram in the encoding of record files, uncompressed; ``None`` for a row without a histogram.
 
-        It is a pair of numbers for each nonempty bin: the number of empty bins before it, and its count. Numbers are
+        Each nonempty bin is encoded as two numbers: the number of empty bins before it, and its count. Numbers are
         LEB128: seven bits per byte, lowest first, with the eighth bit set if more bytes follow. Most gaps are zero and
-        most counts are small, so fixed widths take twice as many bytes, and a JSON list four times as many.
+        most counts are small, so numbers of fixed width would take twice as many bytes, and a JSON list four times as
+        many.
         """
         packed, ends = self._entries.packed
         missing = self._missing
@@ -189,7 +190,7 @@ class _Entries:
         return _Entries(starts, self.bins[places], self.counts[places])
 
     def _pieces(self) -> Iterator[_Entries]:
-        """Yield some histograms at a time."""
+        """Yield the histograms in pieces of limited size."""
         number, first = len(self.starts) - 1, 0
         while first < number:
             last = int(np.searchsorted(self.starts, self.starts[first] + _MOST_ENTRIES, side="right")) - 1
@@ -200,7 +201,7 @@ class _Entries:
 
     @cached_property
     def packed(self) -> tuple[bytes, list[int]]:
-        """All histograms as pairs of gap and count in LEB128, and the first byte of each, with the number of bytes."""
+        """All histograms as LEB128 pairs of gap and count, and the byte offsets of the histograms, with the end."""
         parts, starts, size = [], [0], 0
         for piece in self._pieces():
             packed, ends = piece._packed()
@@ -261,11 +262,11 @@ class _Entries:
         ]
 
     def _between_edges(self) -> tuple[Integers, Floats, Floats, Floats]:
-        """Return the row, the count and both edges of each bin in ascending order, with a bin for each gap."""
+        """Return the row, the count and both edges of each bin, in ascending order. Each gap is one empty bin."""
         rows = np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
         is_negative = self.bins >= _HALF
         negatives = np.bincount(rows, weights=is_negative, minlength=len(self.starts) - 1).astype(np.int64)
-        # The bins of negative values follow the others, by magnitude.
+        # Bins of negative values come after the others, sorted by magnitude.
         entries = np.arange(len(rows))
         target = np.where(is_negative, (self.starts[:-1] + self.starts[1:] - 1)[rows] - entries, entries)
         target[~is_negative] += negatives[rows[~is_negative]]
@@ -276,7 +277,7 @@ class _Entries:
             rows, places, counts = rows[finite], places[finite], counts[finite]
         if not len(rows):
             return rows, counts, counts, counts
-        # Several bins around zero are one bin here.
+        # The bins of zero and the subnormal values become one bin.
         first = np.flatnonzero(np.diff(rows << _SHIFT | places, prepend=-1))
         rows, places, counts = rows[first], places[first], np.add.reduceat(counts, first)
         has_gap = np.append((rows[1:] == rows[:-1]) & (places[1:] > places[:-1] + 1), False)
@@ -293,7 +294,7 @@ class _Entries:
 def _kept_edges(
     rows: Integers, counts: Floats, upper: Floats, lower: Floats, is_first: NDArray[np.bool_], most: int
 ) -> NDArray[np.bool_]:
-    """Return True for each bin whose lower edge is kept, which is the first bin of a row or follows a large loss."""
+    """Return True for each bin whose lower edge is kept: the first bin of a row, and bins with a large merging loss."""
     losses = np.empty(len(rows))
     losses[1:] = (counts[:-1] + counts[1:]) * (upper[1:] - lower[:-1])
     inner = np.flatnonzero(~is_first)
@@ -307,7 +308,7 @@ def _kept_edges(
     kept = table > least
     ties = table == least
     room = (most - 1) - kept.sum(axis=1, keepdims=True)
-    # The later ones of equal losses are kept, as after a stable sort.
+    # Of equal losses, the later ones are kept, as after a stable sort.
     kept |= ties & (ties[:, ::-1].cumsum(axis=1)[:, ::-1] <= room)
     begins = is_first.copy()
     begins[inner] = kept[rows[inner], places]
@@ -325,7 +326,7 @@ class Sums(NamedTuple):
 
 
 def to_histogram(statistics: Mapping[str, float], bins: Tensor | Integers) -> Histogram:
-    """Return the histogram of one site on the host, in the form that sinks accept.
+    """Return the histogram of one site, on the CPU, in the form that sinks accept.
 
     Args:
         statistics: The statistics of the site from :meth:`Statistics.compute`: ``count``, ``mean``, ``rms``, ``min``,
@@ -337,7 +338,7 @@ def to_histogram(statistics: Mapping[str, float], bins: Tensor | Integers) -> Hi
 
 
 SUMMED = ("min", "max", "count", "mean", "rms", "histogram_fraction")
-"""The statistics from which :func:`sums_of` makes the summary numbers of histograms."""
+"""The statistics from which :func:`sums_of` computes the summary numbers of histograms."""
 
 
 def sums_of(values: NDArray[np.float64]) -> list[Sums]:
@@ -348,19 +349,19 @@ def sums_of(values: NDArray[np.float64]) -> list[Sums]:
     """
     low, high, count, mean, rms, fraction = values.T
     empty = np.isnan(mean)
-    with np.errstate(invalid="ignore", over="ignore"):  # infinite values, as in a product of Python's floats
+    with np.errstate(invalid="ignore", over="ignore"):  # infinite results without a warning, as with floats of Python
         sums, squares = np.where(empty, 0.0, mean * count), np.where(empty, 0.0, rms * rms * count)
     columns = (low, high, sums, squares, np.where(np.isnan(fraction), 1.0, fraction))
     return [Sums(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 class TaggedHistograms(Mapping[str, Histogram]):
-    """Histograms by tag, for :meth:`Sink.write_histograms`. As a mapping, it makes each histogram on access.
+    """Histograms by tag, for :meth:`Sink.write_histograms`. Each histogram is created on access.
 
     Args:
         tags: The tags.
-        counts: The histograms of the tags.
-        sums: The summary numbers of the tags.
+        counts: The histogram of each tag.
+        sums: The summary numbers of each tag's histogram.
     """
 
     def __init__(self, tags: Sequence[str], counts: SparseCounts, sums: Sequence[Sums]) -> None:
@@ -400,7 +401,7 @@ def to_base64(data: bytes) -> str:
 
 
 def from_base64(text: str) -> bytes:
-    """Return the bytes of base64. Raise TypeError or ValueError if the text is not base64."""
+    """Decode base64. Raise TypeError or ValueError if the text is not base64."""
     return binascii.a2b_base64(text, strict_mode=True)
 
 
@@ -416,7 +417,7 @@ def _checked(bins: Tensor) -> NDArray[np.int64]:
 
 
 def unpack_counts(text: object) -> Tensor:
-    """Decode one of :func:`counts_of`, ``[2048]`` int64. Text of the first format is base64 of zlib of the pairs.
+    """Decode a result of :func:`counts_of` to ``[2048]`` int64. In the first format, it is base64 of zlib of the pairs.
 
     Raises:
         DumpError: As for :func:`unpacked`.
@@ -427,10 +428,10 @@ def unpack_counts(text: object) -> Tensor:
 
 
 def unpacked(text: object) -> Integers:
-    """Return the counts of :func:`unpack_counts` as an array, without importing torch.
+    """Return the result of :func:`unpack_counts` as an array, without importing torch.
 
     Raises:
-        DumpError: If this is not an encoded histogram. Decompression stops at the size of the largest possible
+        DumpError: If the text is not an encoded histogram. Decompression stops at the size of the largest possible
             histogram, so a malicious text cannot exhaust memory.
     """
     try:
@@ -446,10 +447,10 @@ def unpacked(text: object) -> Integers:
 
 
 def pairs_of(text: object) -> bytes:
-    """Return the pairs of gap and count of one of :func:`counts_of`.
+    """Return the encoded pairs of gap and count from a result of :func:`counts_of`.
 
     Raises:
-        ValueError: If this is not an encoded histogram.
+        ValueError: If the text is not an encoded histogram.
     """
     if isinstance(text, str) and len(text) <= _LONGEST:
         text = inflated(from_base64(text), _MOST_BYTES)
@@ -459,7 +460,7 @@ def pairs_of(text: object) -> bytes:
 
 
 def counts_of(found: Mapping[str, Any]) -> list[object]:
-    """Return the packed counts of the sites in a parsed line, for :func:`unpack_counts`; None if a site has none.
+    """Return the encoded histogram of each site in a parsed line, for :func:`unpack_counts`; None for a site without.
 
     Raises:
         LookupError, TypeError, ValueError: If the line is damaged.
@@ -484,7 +485,7 @@ def counts_of(found: Mapping[str, Any]) -> list[object]:
 
 
 def inflated(data: bytes, most: int) -> bytes:
-    """Decompress data to at most this many bytes. Raise ValueError if it is damaged or larger."""
+    """Decompress data to at most ``most`` bytes. Raise ValueError if the data are damaged or larger."""
     inflater = zlib.decompressobj()
     try:
         packed = inflater.decompress(data, most + 1)

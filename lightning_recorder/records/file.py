@@ -1,17 +1,17 @@
 """Paths and format of record files: JSON lines, a header per fit and a line per record.
 
-The line of a record is an object with the fields of the record, such as ``step``, and with
+The line of a record is an object with the facts of the record, such as ``step``, and these fields:
 
 - ``columns``: the names of the statistics;
 - ``layout``: the name, path, dtype and shape of each site, in the order of execution;
 - ``values``: base64 of ``[sites, columns]`` float64, little-endian; NaN where a site lacks a statistic;
-- ``packed``, instead of ``values`` where that is shorter: base64 of zlib of the same bytes;
-- ``sizes``: the number of bytes of the histogram of each site, or null;
-- ``bins``: base64 of zlib of all histograms, each as pairs of gap and count in LEB128; see ``counts.py``;
-- ``vectors``: the statistics that are vectors, if there are any; see :func:`pack_vectors`;
-- ``further``, in some files of older versions: the statistics that are not columns, by the index of the site.
+- ``packed``, instead of ``values`` if this is shorter: base64 of zlib of the same bytes; - ``sizes``: the number of
+bytes of each site's histogram, or null without one; - ``bins``: base64 of zlib of all histograms, each as pairs of gap
+and count in LEB128; see ``counts.py``; - ``vectors``: the vector statistics, if there are any; see
+:func:`pack_vectors`; - ``further``, in some files of older versions: the statistics that are not columns, by the index
+of the site.
 
-Lines of the second version have ``values`` in any case. Those of the first version have ``sites`` instead, a list of
+Lines of the second version always have ``values``. Lines of the first version have ``sites`` instead, a list of
 ``[name, path, dtype, shape, values, histogram]``.
 """
 
@@ -76,22 +76,22 @@ CHECK = "check.json"
 """The name of the file, inside :data:`RECORDER`, with the answers of a check."""
 
 FINDINGS = "findings.json"
-"""The name of the file, inside :data:`RECORDER`, with the diagnosis that a run writes itself."""
+"""The name of the file, inside :data:`RECORDER`, with the diagnosis that the run wrote."""
 
 FURTHER_RUN = "run-"
-"""The start of the name of the folder, inside a ``log_dir``, of a run at the same time as another one there."""
+"""The prefix of the folder, inside a ``log_dir``, for a second run that uses the same ``log_dir`` simultaneously."""
 
 LOGGED = "logged"
-"""The stage, among those of :data:`WATCH`, of what the user logs, and of the learning rates."""
+"""The stage of :data:`WATCH` with the values that the user logs and the learning rates."""
 
 RECORDER = "recorder"
-"""The name of the folder, inside ``log_dir``, that holds everything recorded for a run."""
+"""The name of the folder, inside ``log_dir``, with all recorded files of a run."""
 
 RECORDS = "records"
-"""The name of the folder, inside :data:`RECORDER`, that holds the record files."""
+"""The name of the folder, inside :data:`RECORDER`, with the record files."""
 
 STATES = ("parameters.safetensors", "checkpoint.ckpt")
-"""The names of the files, in the folder of an incident, of which either has the parameters from before its step."""
+"""The possible names of the file, in the folder of an incident, with the parameters from before the step."""
 
 WATCH = "watch"
 """The label of the loss and the gradient norm of every step."""
@@ -133,10 +133,10 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 
 FORMAT = "lightning_recorder.records/3"
-"""The format of the lines that are written."""
+"""The format in which lines are written."""
 
 FORMATS = ("lightning_recorder.records/1", "lightning_recorder.records/2", FORMAT)
-"""The formats that can be read. A file of an older one may continue in a newer one."""
+"""The formats that can be read. A file may begin in an older format and continue in a newer one."""
 
 Floats = NDArray[np.float64]
 
@@ -165,7 +165,7 @@ def record_line(about: Mapping[str, Any], table: Table) -> bytes:
 
 
 def _numbers_field(values: bytes) -> dict[str, str]:
-    """Return the field with the values of a line. Counts, settings and NaN repeat, which takes half of the bytes."""
+    """Return the field with the values of a line. Compression saves half: counts, settings and NaN repeat."""
     if len(values) >= _FEWEST_BYTES and len(packed := zlib.compress(values, 1)) < len(values):
         return {"packed": to_base64(packed)}
     return {"values": to_base64(values)}
@@ -173,16 +173,16 @@ def _numbers_field(values: bytes) -> dict[str, str]:
 
 @lru_cache(maxsize=64)
 def _layout(schema: Schema) -> bytes:
-    """Return the ``layout`` of a line, which is the same in nearly all records of a run, as JSON."""
+    """Return the ``layout`` of a line as JSON. Nearly all records of a run have the same layout."""
     entries = zip(schema.sites, schema.dtypes, schema.shapes, strict=True)
     return _line([[*site, dtype, shape] for site, dtype, shape in entries])[:-1]
 
 
 def lines_of_numbers(about: Mapping[str, Any], schema: Schema, rows: Iterable[tuple[int, int, bytes]]) -> list[bytes]:
-    """Return the lines of records without histograms that differ only in step, epoch and values.
+    """Return the lines of several records without histograms. The records differ only in step, epoch and values.
 
-    ``about`` are their other fields. A row has the step, the epoch, and the values, ``[sites, columns]`` little-endian
-    float64.
+    ``about`` has the fields that all records share. Each row has the step, the epoch, and the values, ``[sites,
+    columns]`` little-endian float64.
     """
     start, end = record_line(about, Table(schema, np.empty(0))).split(b'"values":""', 1)
     start = start.removeprefix(b"{")
@@ -193,15 +193,15 @@ def lines_of_numbers(about: Mapping[str, Any], schema: Schema, rows: Iterable[tu
 
 
 def _compressed(counts: bytes) -> bytes:
-    # Counts hardly repeat. Huffman codes alone take a quarter of the time of the fastest search for repeated bytes, and
-    # make the bins as small. With a window of 4 KiB, the compressor takes so little memory that the system does not
-    # have to provide it for each record.
+    # Counts hardly repeat. Huffman codes without a search for repeated bytes compress the bins as well, in a quarter of
+    # the time of the fastest search. With a window of 4 KiB, the compressor takes so little memory that it need not be
+    # requested from the system for each record.
     compressor = zlib.compressobj(1, zlib.DEFLATED, 12, 8, zlib.Z_HUFFMAN_ONLY)
     return compressor.compress(counts) + compressor.flush()
 
 
 _NO_BINS = to_base64(_compressed(b""))
-_FEWEST_BYTES = 256  # of values; fewer are not worth the time
+_FEWEST_BYTES = 256  # the least size of values that are compressed; less is not worth the time
 
 
 # ASCII escapes preserve lone surrogates in names, too.
@@ -213,7 +213,7 @@ def _line(record: Any) -> bytes:
 
 
 def json_values(value: Any) -> Any:
-    """Return JSON values, in which NaN and infinities are strings."""
+    """Convert a value to JSON values, with NaN and infinities as strings."""
     if isinstance(value, Mapping):
         return {key: json_values(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -236,11 +236,11 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-_REPEATED = ("calls", "order", "stage")  # facts that are the same in nearly all records
+_REPEATED = ("calls", "order", "stage")  # facts that are equal in nearly all records
 
 
 class SchemaCache:
-    """The schemas of the records read so far, so that equal schemas share one object; the same for some other facts."""
+    """A cache of schemas and repeated facts: equal ones share one object across all records."""
 
     def __init__(self) -> None:
         self._facts: dict[str, Any] = {}
@@ -248,7 +248,7 @@ class SchemaCache:
         self._last: tuple[list[Any], tuple[str, ...], Schema] | None = None
 
     def fact_of(self, name: str, value: Any) -> Any:
-        """Return the fact of a record, the same object as in the record before if it is equal there."""
+        """Return a fact of a record; if it is equal to the last one of the same name, return that object."""
         if name in _REPEATED:
             if self._facts.get(name) == value:
                 return self._facts[name]
@@ -256,12 +256,12 @@ class SchemaCache:
         return value
 
     def schema_of(self, entries: list[Any], columns: tuple[str, ...]) -> Schema:
-        """Return the schema for the sites in a parsed line.
+        """Return the schema for the sites in a parsed line; the same object for equal sites and columns.
 
         Raises:
-            ValueError, LookupError, TypeError: If they are not valid.
+            ValueError, LookupError, TypeError: If the sites are not valid.
         """
-        # Nearly all lines of a file have the same sites, and comparing them is much faster than checking them.
+        # Nearly all lines of a file have the same sites, and comparing the sites is much faster than checking them.
         if self._last is not None and self._last[0] == entries and self._last[1] == columns:
             return self._last[2]
         sites = tuple(Site(_text(entry[0]), _text(entry[1])) for entry in entries)
@@ -276,7 +276,7 @@ class SchemaCache:
 
 
 def read_table(found: dict[str, Any], known: SchemaCache) -> Table:
-    """Convert a parsed line, which is modified, to a table without histograms and vectors, which stay in the file.
+    """Convert a parsed line, which is modified, to a table. Histograms and vectors stay in the file.
 
     Raises:
         ValueError: If the line is not a valid record.
@@ -296,18 +296,18 @@ def read_table(found: dict[str, Any], known: SchemaCache) -> Table:
         _check_about(found)
     except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"this is not a record written by lightning_recorder: {error!r}") from error
-    # Parsing makes new strings and lists for each line, which take more memory than the values of a few sites.
+    # Share strings and lists: new ones for each line would take more memory than the values of a few sites.
     about = {sys.intern(name): known.fact_of(name, value) for name, value in found.items()}
     return Table(schema, numbers, about=about, lacking=lacking)
 
 
 def _numbers(found: dict[str, Any], sites: int, columns: int) -> tuple[Floats, dict[int, dict[str, float]]]:
-    """Remove the values from a line, and return them. The histograms are removed as well."""
+    """Remove the values and the histograms from a line, and return the values."""
     packed = found.pop("packed", None)
     data = from_base64(found.pop("values")) if packed is None else inflated(from_base64(packed), 8 * sites * columns)
     if len(data) != 8 * sites * columns or len(found.pop("sizes")) != sites:
         raise ValueError("a site has not one value for each column")
-    # Without a view of the array, which takes more memory than the values of a few sites.
+    # Without a view, since the view object takes more memory than the values of a few sites.
     values = np.ndarray((sites, columns), "<f8", data).astype(np.float64, copy=False)
     found.pop("bins")
     further = {
@@ -322,7 +322,7 @@ def _numbers(found: dict[str, Any], sites: int, columns: int) -> tuple[Floats, d
 def _with_further(
     numbers: Floats, names: tuple[str, ...], further: Mapping[int, Mapping[str, float]]
 ) -> tuple[Floats, NDArray[np.bool_]]:
-    """Return the values with columns for the statistics that some sites have, and a mask of those that lack them."""
+    """Append columns for statistics that only some sites have; also return a mask that is True where one is missing."""
     more = np.full((len(numbers), len(names)), np.nan)
     lacks = np.ones(more.shape, dtype=bool)
     for row, scalars in further.items():
@@ -340,7 +340,7 @@ def _values(entries: list[Any], columns: int) -> tuple[Floats, dict[int, dict[st
             raise ValueError("a site has not one value for each column")
         try:
             values.extend(array("d", row))
-        except TypeError:  # not all values are numbers: NaN and infinities are strings, a missing value is null
+        except TypeError:  # some values are no numbers: NaN and infinities are strings, missing values are null
             values.extend(array("d", map(_number, row)))
         if len(entry) > 6:
             further[place] = {_text(name): _number(value) for name, value in entry[6].items()}
@@ -392,16 +392,16 @@ def _whole(value: object) -> int:
     return value
 
 
-_MOST_VALUES = 1 << 16  # of a vector in a record; longer ones are in the dumps only
+_MOST_VALUES = 1 << 16  # the most values of a vector in a record; longer vectors are only in the dumps
 _DTYPES = {"f": "<f4", "d": "<f8"}
 
 
 def pack_vectors(sites: Sequence[Mapping[str, Tensor]]) -> list[list[Any]]:
-    """Return the vectors of all sites as JSON values: index of the site, statistic, type of the numbers, and base64.
+    """Return the vectors of all sites as JSON values: site index, statistic, number type, and base64.
 
-    Every number is restored to the bit. Values that float32 can hold take half of the space.
+    Every number is restored to the bit. Values that fit into float32 without loss take half of the space.
 
-    Statistics of more dimensions are ignored.
+    Statistics with more dimensions are ignored.
 
     Example:
         >>> import torch
@@ -441,10 +441,10 @@ def unpack_vectors(packed: Any) -> dict[int, dict[str, Floats]]:
 
 
 def calls_of(table: Table) -> dict[Site, int]:
-    """Return the number of tensors of each site of a record, in their order; empty if the record lacks them."""
+    """Return the number of tensors of each site in a record, in the order of the sites; empty if it is not recorded."""
     calls, sites = table.about.get("calls"), table.sites
-    if isinstance(calls, Mapping):  # of a table in memory
-        if tuple(calls) == sites:  # in nearly every record
+    if isinstance(calls, Mapping):  # as in a table in memory
+        if tuple(calls) == sites:  # the usual case
             return {**calls}
         called = dict.fromkeys((*(site for site in calls if site in table), *sites)) if calls else ()
         return {site: calls.get(site, 0) for site in called}
@@ -456,25 +456,25 @@ def calls_of(table: Table) -> dict[Site, int]:
 
 
 _HEADER_START = b'{"format"'
-_CHUNK = 1 << 20  # bytes that are searched at a time
-_LONGEST_HEADER = 1 << 16  # bytes
+_CHUNK = 1 << 20  # bytes per read
+_LONGEST_HEADER = 1 << 16  # the most bytes of a header
 
 
 class RecordWriter:
     """Appends the records of one recorder to a file, one line per record.
 
     Every number is restored to the bit, including NaN and infinities. Each line is written with a single append, so a
-    run that is killed leaves at most a torn last line; the next write terminates it. Written lines survive the end of
+    killed run leaves at most an incomplete last line, which the next write terminates. Written lines survive the end of
     the process. They are not synced to disk, so a power failure may lose the last lines. If the disk is full, or
     refuses the write for another reason, the record is skipped, and a warning is issued once.
 
     Args:
         path: The file, as returned by :func:`records_path`. The first line creates the file and its folder.
-        strict: Raise the ``OSError`` of a record that cannot be written, unless the disk is full.
+        strict: Raise the ``OSError`` if a record cannot be written, unless the disk is full.
 
     Note:
-        The writer holds no open file, so it can be copied, pickled and used from any thread, by one thread at a time. A
-        record of 100 sites with histograms takes 5 ms and 60 KB.
+        The writer keeps no file open, so it can be copied and pickled. It can be used from any thread, but only from
+        one at a time. A record of 100 sites with histograms takes 5 ms and 60 KB.
 
     Example:
         >>> import tempfile
@@ -491,7 +491,7 @@ class RecordWriter:
         self.path, self._strict = Path(path), strict
         self.written_bytes = 0
         """The number of bytes that this writer has written."""
-        self._header = b""  # a header that did not fit on the disk; it must precede the next record
+        self._header = b""  # a header that did not fit on the disk and must precede the next record
 
     def begin(self, *, label: str, group: str, name: str = "", ranks: int = 1, **more: Any) -> int:
         """Write a header line that marks the start of a fit or its continuation.
@@ -538,7 +538,7 @@ class RecordWriter:
         self.write_all([(about, Table.of(sites))])
 
     def write_all(self, records: Iterable[tuple[Mapping[str, Any], Table]]) -> None:
-        """Write several records with a single append. If the disk has no room for all, write the first ones.
+        """Write several records with a single append. If the disk becomes full, write as many of the first ones as fit.
 
         Args:
             records: The metadata of each record, as for :meth:`write`, and its table, in execution order.
@@ -547,7 +547,7 @@ class RecordWriter:
         self._append_all([record_line({"time": now, **about}, table) for about, table in records])
 
     def write_numbers(self, schema: Schema, rows: Iterable[tuple[int, int, bytes]]) -> None:
-        """Write training records without histograms with a single append. If the disk is full, write the first ones.
+        """Write training records without histograms with a single append. A full disk gets the first ones that fit.
 
         Args:
             schema: The sites and columns of all these records.
@@ -556,7 +556,7 @@ class RecordWriter:
         self._append_all(lines_of_numbers({"time": time.time(), "stage": "train", "loader": None}, schema, rows))
 
     def _append_all(self, lines: list[bytes]) -> None:
-        # Together, or one by one until there is no more room.
+        # Append all lines together; if this fails, one by one until there is no more room.
         if lines and not self._append_with_header(b"".join(lines)) and len(lines) > 1:
             all(map(self._append_with_header, lines))
 
@@ -574,7 +574,7 @@ class RecordWriter:
 
 
 def _headers_in(path: Path) -> int:
-    """Return the number of complete header lines in a file, 0 if there is no file or if it cannot be read now."""
+    """Return the number of complete header lines in a file; 0 if the file does not exist or cannot be read."""
     start = b"\n" + _HEADER_START
     count, end = 0, b"\n"  # the end of what was read before, in which a line may begin
     try:
@@ -587,4 +587,4 @@ def _headers_in(path: Path) -> int:
             last = file.read().rpartition(b"\n")[2]
     except OSError:
         return 0
-    return count - last.startswith(_HEADER_START)  # a run was killed in the middle of a line
+    return count - last.startswith(_HEADER_START)  # do not count a last line that a killed run left incomplete

@@ -22,15 +22,15 @@ _HALF = BINS // 2
 MAGNITUDES: NDArray[np.float64] = (
     (np.arange(FINITE_BINS + 1, dtype=np.uint32) << BIN_SHIFT).view(np.float32).astype(np.float64)
 )
-"""The lower edges of the bins of one sign. A bin is the set of float32 whose upper eleven bits are equal."""
+"""The lower edges of the bins of one sign. Each bin has all float32 values with the same upper eleven bits."""
 MAGNITUDES[-1] = 2.0**128
-# One bin around zero holds zeros and all subnormal values.
+# Zeros and all subnormal values share one bin around zero.
 EDGES: NDArray[np.float64] = np.concatenate((-MAGNITUDES[BINS_PER_OCTAVE:][::-1], MAGNITUDES[BINS_PER_OCTAVE:]))
 """The edges of the bins of finite values in ascending order, with one bin around zero, ``[2034]``."""
 
 
 def in_order(counts: NDArray[np.float64] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the counts between adjacent :data:`EDGES`, ``[..., k]`` int64, of those of a histogram, ``[..., 2048]``.
+    """Sort the counts of a histogram, ``[..., 2048]``, into the bins between :data:`EDGES`, ``[..., k]`` int64.
 
     Zeros and subnormal values (below 1.2e-38) share one bin: the first octave of both signs.
     """
@@ -85,12 +85,12 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Number of finite values that were counted."""
+        """The number of finite values that were counted."""
         return int(self.counts.sum())
 
     @property
     def np_histogram(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Counts and edges in the format of ``numpy.histogram``, for ``wandb.Histogram(np_histogram=…)``."""
+        """The counts and edges in the format of ``numpy.histogram``, for ``wandb.Histogram(np_histogram=…)``."""
         return self.counts, self.edges
 
     def quantile(self, share: float) -> float:
@@ -115,7 +115,7 @@ class Histogram:
         if not self.count:
             return math.nan
         below = np.concatenate(([0], np.cumsum(self.counts)))
-        # Both edges of an empty bin have the same number of values below them, so only occupied bins can be searched.
+        # The cumulative count is equal at both edges of an empty bin, so only occupied bins can be searched.
         occupied = np.flatnonzero(self.counts)
         where = occupied[np.searchsorted(below[occupied + 1], share * self.count)]
         edges = np.clip(self.edges, self.min, self.max)
@@ -125,7 +125,7 @@ class Histogram:
     def underflow_fraction(self, dtype: torch.dtype) -> float:
         """Return the fraction of the counted values that would underflow to zero in a narrower dtype.
 
-        A value counts if it is nonzero and its bin lies below half of the smallest positive number of the dtype, which
+        A nonzero value counts if its whole bin lies below half of the smallest positive number of the dtype, so that it
         rounds to zero. Magnitudes below 2**-126 count as zero, because the bin around zero does not resolve them.
         Returns NaN if the histogram is empty.
 
@@ -157,9 +157,8 @@ class Histogram:
     def coarsened(self, bins: int) -> Histogram:
         """Return the same values in at most ``bins`` bins, by merging neighboring bins.
 
-        Edges are removed in order of the lowest information loss, which is the number of values in the two adjacent
-        bins times their total width. For a bell curve this merges the many thin bins around zero and preserves the
-        tails.
+        The edge with the lowest loss is removed first. The loss is the number of values in the two adjacent bins times
+        their total width. For a bell curve this merges the many thin bins around zero and preserves the tails.
 
         Example:
             >>> fine = Histogram(np.arange(5.0), np.array([1, 2, 30, 40]), 0.0, 3.5, 200.0, 600.0)
@@ -172,7 +171,7 @@ class Histogram:
         if excess <= 0:
             return self
         losses = (counts[:-1] + counts[1:]) * (edges[2:] - edges[:-2])
-        # A stable sort always merges equal histograms in the same way.
+        # With a stable sort, equal histograms are always merged in the same way.
         kept = np.sort(np.argsort(losses, kind="stable")[excess:]) + 1
         kept = np.concatenate(([0], kept))
         return replace(self, edges=edges[np.append(kept, -1)], counts=np.add.reduceat(counts, kept))

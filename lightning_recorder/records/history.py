@@ -1,4 +1,4 @@
-"""Tables over steps, in bounded memory."""
+"""A history: the tables of a run over steps, in bounded memory."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ AnyFloats = NDArray[np.float32] | NDArray[np.float64]
 _NOT_FINITE = ("nan_count", "inf_count")
 _MOST_ROWS = 512
 _FEWEST_ROWS = 128
-_MOST_VALUES = 2_258_466  # 18 MB; with 14 statistics of more than 315 sites, fewer than 512 rows have them
+_MOST_VALUES = 2_258_466  # 18 MB; with 14 statistics and more than 315 sites, fewer than 512 rows fit
 _KEPT_AT_THE_END = 64
 _MANY_SITES = 200
-_MOST_COLUMNS = 6  # in memory at a time
-_FEWEST_COLUMNS = 3  # if they are large; no rule compares more statistics of a history
-_MOST_CELLS = 2**19  # 4 MB
-_WITH_HISTOGRAMS = 2  # records, the persistence of the rules that read histograms
+_MOST_COLUMNS = 6  # the most cached columns
+_FEWEST_COLUMNS = 3  # the most cached columns if they are large; no rule compares more statistics of a history
+_MOST_CELLS = 2**19  # the most values in cached columns, 4 MB
+_WITH_HISTOGRAMS = 2  # the number of latest records with histograms, as many as the rules read
 
 
 def compact(values: Floats) -> list[AnyFloats]:
-    """Return the rows of some values, ``[statistics, sites]``, in less memory if there are many sites.
+    """Return the rows of an array, ``[statistics, sites]``, compressed if there are many sites.
 
-    About half of the statistics are the same for all sites, such as the number of NaN, and the smallest and the largest
-    value of a float32 tensor fit into float32. Nothing is rounded.
+    About half of the statistics are equal for all sites, such as the number of NaN. The minimum and the maximum of a
+    float32 tensor fit into float32. Nothing is rounded.
     """
     return list(values) if values.shape[1] < _MANY_SITES else [_compact(each) for each in values]
 
@@ -52,16 +52,16 @@ def _compact(values: Floats) -> AnyFloats:
 class Cell(NamedTuple):
     """The part of a row that one recorder has written."""
 
-    places: NDArray[np.intp]  # the places of its sites in the history, ``[sites]``
+    places: NDArray[np.intp]  # the index of each site in the history, ``[sites]``
     columns: list[AnyFloats]  # the values of each statistic, ``[sites]``
 
 
 class History(Generic[Key]):
-    """The tables of one group and stage, as arrays over steps and sites.
+    """The records of one group and stage, as arrays over steps and sites.
 
-    If several recorders have the group, their records of one step share a row. Beyond 512 rows, or beyond 16 MB and 128
-    rows, older rows are dropped, evenly over the run: every second one, later three of four, and so on. The first row,
-    the last 64, and those around the first value that is not finite stay.
+    If several recorders have the group, their records of one step share a row. Beyond 512 rows, or beyond both 16 MB
+    and 128 rows, older rows are dropped evenly over the run: every second row, later three of four, and so on. The
+    first row, the last 64 rows, and the rows around the first non-finite value are kept.
     """
 
     def __init__(self, statistics: Sequence[str]) -> None:
@@ -75,23 +75,23 @@ class History(Generic[Key]):
         self.steps: list[int] = []
         """The steps of the rows, ascending."""
         self.about: Mapping[str, Any] = {}
-        """The facts of the latest record that belong to no site."""
+        """The facts of the latest record that do not belong to a site."""
         self.diverged: dict[Site, int] = {}
-        """The first step at which each replicated site differed between ranks, if it ever did."""
+        """The first step at which a replicated site differed between ranks, for each such site."""
         self.ranks = 1
-        """The number of ranks that the records have merged."""
+        """The number of ranks whose statistics are merged in the records."""
         self._numbers: list[int] = []
-        """The number of each row among all that were added."""
+        """The number of each row, counted over all added rows."""
         self._every = 1
         self._rows: list[dict[str, Cell]] = []
         self._known: dict[str, tuple[Schema, NDArray[np.intp]]] = {}
-        self._recent: dict[str, list[Table]] = {}  # by recorder
+        self._recent: dict[str, list[Table]] = {}  # the latest records by recorder
         self._columns: dict[str, Floats] = {}
         self._steps: NDArray[np.int64] | None = None
         self._kept: NDArray[np.intp] | None = None
-        """The places in the cells of the sites of a part; None for all."""
+        """The indices in the cells of the sites of a partial history; None for all."""
         self._width = 0
-        """The number of places in the cells of which a part keeps some."""
+        """The number of sites in the cells, which a partial history shares with the whole history."""
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -104,11 +104,11 @@ class History(Generic[Key]):
 
     @property
     def sites(self) -> list[Key]:
-        """The sites in the order of first appearance, which is that of execution."""
+        """The sites in the order of first appearance, which is the order of execution."""
         return list(self.places)
 
     def add(self, table: Table) -> None:
-        """Add a record; it replaces an earlier one of the same step and recorder."""
+        """Add a record. It replaces an earlier record of the same step and recorder."""
         cell = Cell(self._places_of(table), compact(table.part(None, self.statistics).T))
         step, recorder = table.step, table.recorder
         self._put(step, recorder, cell)
@@ -135,7 +135,7 @@ class History(Generic[Key]):
         self._steps = None
 
     def _places_of(self, table: Table) -> NDArray[np.intp]:
-        """Return the places of the sites. Records in sequence nearly always share their schema."""
+        """Return the index of each site; cached, since consecutive records nearly always share their schema."""
         schema = table.schema
         known = self._known.get(table.recorder)
         if known is None or known[0] is not schema:
@@ -155,7 +155,7 @@ class History(Generic[Key]):
         return place
 
     def _thin(self, most: int, always: set[int]) -> None:
-        """Drop rows that need not stay until at most ``most`` are left: every second one, three of four, and so on."""
+        """Drop rows outside of ``always`` until at most ``most`` are left: every second, three of four, and so on."""
         while True:
             kept = [row for row, number in enumerate(self._numbers) if row in always or number % self._every == 0]
             if len(kept) <= most:
@@ -165,7 +165,7 @@ class History(Generic[Key]):
             self._keep(kept)
 
     def _keep(self, kept: Sequence[int]) -> None:
-        """Drop the other rows."""
+        """Drop all rows except ``kept``."""
         self.steps = [self.steps[row] for row in kept]
         self._numbers = [self._numbers[row] for row in kept]
         self._rows = [self._rows[row] for row in kept]
@@ -179,13 +179,13 @@ class History(Generic[Key]):
         return None
 
     def get(self, statistic: str) -> Floats:
-        """Return one statistic, ``[steps, sites]`` float64; NaN where a site was not recorded or lacks it."""
+        """Return one statistic, ``[steps, sites]`` float64; NaN where a site has no record or lacks the statistic."""
         found = self._columns.pop(statistic, None)
         if found is None:
             found = self._together(statistic, range(len(self.steps)))
             most = min(_MOST_COLUMNS, max(_FEWEST_COLUMNS, _MOST_CELLS // max(1, found.size)))
             while len(self._columns) >= most:
-                del self._columns[next(iter(self._columns))]  # the one that was read least recently
+                del self._columns[next(iter(self._columns))]  # the least recently read column
         self._columns[statistic] = found
         return found
 
@@ -199,7 +199,7 @@ class History(Generic[Key]):
         return found if self._kept is None else found[:, self._kept]
 
     def free(self) -> None:
-        """Free the arrays of :meth:`get`, which the next rule that needs them makes again."""
+        """Free the cached arrays of :meth:`get`."""
         self._columns.clear()
 
     def column(self, site: Key, statistic: str) -> tuple[Floats, NDArray[np.int64]]:
@@ -209,7 +209,7 @@ class History(Generic[Key]):
         return values[known], self._steps_array[known]
 
     def columns(self, site: Key, *statistics: str) -> tuple[list[Floats], NDArray[np.int64]]:
-        """Return several statistics of one site in the records that have all of them, ``[n]`` each, and their steps."""
+        """Return several statistics of one site, ``[n]`` each, and their steps. Records that lack one are left out."""
         values = [self.get(each)[:, self.places[site]] for each in statistics]
         known = ~np.isnan(values).any(axis=0)
         return [each[known] for each in values], self._steps_array[known]
@@ -225,14 +225,14 @@ class History(Generic[Key]):
         return self.dtypes[self.places[site]] or ""
 
     def histograms(self, site: Key) -> list[Histogram]:
-        """Return the histograms of a site in the last two records of its recorder, where they exist."""
+        """Return the histograms of a site from the last two records of its recorder, as far as they exist."""
         label = self.recorders[self.places[site]]
         records = [each for each in self._recent.get(label, ()) if site in each]
         found = [each.histogram(cast("Site", site)) for each in records]
         return [each for each in found if each is not None]
 
     def before(self, step: int) -> Self:
-        """Return the part of the history before a step."""
+        """Return a partial history with the records before a step."""
         part = type(self)(self.statistics)
         part.places, part.dtypes, part.shapes, part.recorders = self.places, self.dtypes, self.shapes, self.recorders
         part._kept, part._width = self._kept, self._width
@@ -244,7 +244,7 @@ class History(Generic[Key]):
         return part
 
     def without(self, names: Container[str]) -> Self:
-        """Return the part of the history without the sites of these modules or functions."""
+        """Return a partial history without the sites of some modules or functions."""
         kept = [(site, place) for site, place in self.places.items() if cast("Site", site).name not in names]
         if len(kept) == len(self.places):
             return self

@@ -1,4 +1,4 @@
-"""The statistics of the parts of a layer: the heads of attention and the experts of a router."""
+"""The statistics of the parts of a layer: attention heads, and experts of a router."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEAD_STATISTICS = (
     "attention_padding",
     "attention_own",
 )
-"""The statistics of each head."""
+"""The statistics of each attention head."""
 
 EXPERT_STATISTICS = (
     "router_load",
@@ -34,4 +34,4 @@ EXPERT_STATISTICS = (
     "router_chosen",
     "router_tokens",
 )
-"""The statistics of each expert. The last four belong to the router and are the same for all of its experts."""
+"""The statistics of each expert. The last four belong to the router, so they are equal for all of its experts."""

@@ -1,4 +1,4 @@
-"""The statistics of all sites of a record, as arrays and as objects."""
+"""The statistics of all sites in a record, as arrays and as objects."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ __all__ = ["Floats", "Schema", "SiteStatistics", "Table", "is_of_data", "make_sc
 
 Floats = NDArray[np.float64]
 
-_SIDES = ("in.prediction", "in.target", "in.scores")  # these may have any values
+_SIDES = ("in.prediction", "in.target", "in.scores")  # the paths of loss inputs, which may have any values
 
 _FOR_HISTOGRAM = ("count", "mean", "rms", "min", "max")
-_MOST_PARTS = 64  # schemas of parts that are kept
+_MOST_PARTS = 64  # the most cached schemas of subsets
 
 
 @cache
@@ -41,7 +41,7 @@ def _no_bins() -> Tensor:
 
 
 def is_of_data(name: str, path: str) -> bool:
-    """Return True for the site of a tensor of the batch, or of what enters a loss. They may have any values."""
+    """Return True for the site of a batch tensor or of a loss input. Such tensors may have any values."""
     return path.startswith(_SIDES) or is_batch(name, path)
 
 
@@ -50,8 +50,7 @@ class SiteStatistics:
     """The statistics of one site between two resets, on the CPU.
 
     Args:
-        scalars: The statistics by name. The names are those of ``SHOWN_STATISTICS`` and those of the scalar statistics
-            of extra reductions.
+        scalars: The scalar statistics by name: ``SHOWN_STATISTICS``, and the scalar statistics of extra reductions.
         bins: The counts of the fixed bins, int64 of shape ``[2048]``; see ``ExponentHistogram``. The shape is
             ``[0]`` without a histogram.
         tensors: The nonscalar statistics of extra reductions by name, float64.
@@ -72,7 +71,7 @@ class SiteStatistics:
 
     @property
     def classes(self) -> dict[int, int]:
-        """The number of values of each class that occurs, if the path of the site ends with ``.classes``."""
+        """The count of each class that occurs, if the path of the site ends with ``.classes``."""
         counts = class_counts(self.bins) if len(self.bins) else np.zeros(0, dtype=np.int64)
         return {int(each): int(counts[each]) for each in np.flatnonzero(counts)}
 
@@ -82,26 +81,26 @@ class SiteStatistics:
         return max(abs(self.scalars["min"]), abs(self.scalars["max"]))
 
     def __getattr__(self, name: str) -> float:
-        # Allows conditions such as `seen.rms > 10`.
+        # Allow conditions such as `seen.rms > 10`.
         scalars = self.__dict__.get("scalars", {})
         if name in scalars:
             return float(scalars[name])
         known = dict.fromkeys([*scalars, "abs_max", "histogram", "bins", "tensors", "dtype", "shape"])
-        # Without obj=self, Python does not append a suggestion of its own.
+        # Without obj=self, Python does not append its own suggestion.
         hint = did_you_mean(name, known)
         raise AttributeError(f"a site has no {name!r}{hint or '.'} There are {', '.join(known)}", name=name)
 
 
 @dataclass(frozen=True, eq=False)
 class Schema:
-    """The sites and columns of a table. Records of a run share a few schemas, which are compared by identity.
+    """The sites and columns of a table. The records of a run share a few schemas, which are compared by identity.
 
     Args:
         sites: The sites, one for each row.
         columns: The names of the scalar statistics.
         dtypes: The dtype of each site, such as ``"float32"``; ``None`` if it is unknown.
         shapes: The shape of each site; ``None`` if it is unknown.
-        seen: The sites in the order in which they were first seen, if it is not that of the rows.
+        seen: The sites in the order in which they were first seen, if this is not the order of the rows.
     """
 
     sites: tuple[Site, ...]
@@ -116,7 +115,7 @@ class Schema:
         return {site: row for row, site in enumerate(self.sites)}
 
     def order_of(self, group: str) -> NDArray[np.int64]:
-        """Return the rows in the order of execution, which is that of the backward pass for gradients.
+        """Return the rows in the order of execution; for gradients, in the order of the backward pass.
 
         The backward pass visits the sites in reverse. Sites that only other ranks have seen come last.
         """
@@ -136,7 +135,7 @@ class Schema:
         return np.array(rows, dtype=np.int64)
 
     def places_of(self, names: tuple[str, ...]) -> NDArray[np.int64]:
-        """Return the column of each of these statistics; -1 for one that is not recorded."""
+        """Return the column index of each statistic; -1 for a statistic that was not recorded."""
         places = self._places.get(names)
         if places is None:
             found = [self.columns.index(name) if name in self.columns else -1 for name in names]
@@ -153,7 +152,7 @@ class Schema:
         return {}
 
     def take(self, rows: NDArray[np.int64]) -> Schema:
-        """Return the schema of some rows, in this order; the same object for equal rows."""
+        """Return the schema of some rows, in the given order; the same object for equal rows."""
         found = self._parts.get(key := rows.tobytes())
         if found is None:
             if len(self._parts) == _MOST_PARTS:
@@ -170,41 +169,41 @@ class Schema:
 
     @cached_property
     def losses(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The rows of the other sites, and those of the batches and of what enters a loss."""
+        """The rows in two arrays: first all others, then batch tensors and loss inputs."""
         are_sides = np.array([is_of_data(*site) for site in self.sites], dtype=bool)
         return np.flatnonzero(~are_sides), np.flatnonzero(are_sides)
 
     @cached_property
     def inputs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The rows of the other sites, and those of the inputs of modules."""
+        """The rows in two arrays: first all others, then module inputs."""
         are_inputs = np.array([site.path[:2] == "in" and is_input(site.path) for site in self.sites], dtype=bool)
         return np.flatnonzero(~are_inputs), np.flatnonzero(are_inputs)
 
 
 make_schema = lru_cache(maxsize=64)(Schema)
-"""Return the schema with these arguments, the same object for equal ones."""
+"""Return the schema with some arguments; the same object for equal arguments."""
 
 
 @lru_cache(maxsize=1024)
 def _names_without(columns: tuple[str, ...], lacking: bytes) -> tuple[str, ...]:
-    """Return the names of the columns that a row has. The rows of a model are of a few kinds."""
+    """Return the names of the columns that a row has; cached, since the rows of a model have few different sets."""
     return tuple(name for name, lacks in zip(columns, lacking, strict=True) if not lacks)
 
 
 class Table(Mapping[Site, SiteStatistics]):
-    """The statistics of the sites of a record. As a mapping, it makes the statistics of a site on first access.
+    """The statistics of the sites in a record. As a mapping, it creates the object of a site on first access.
 
     Args:
         schema: The sites and the columns.
         numbers: The scalars, ``[sites, columns]`` float64; NaN where a site lacks a statistic.
         counts: The histograms of the sites; None if there are none in memory.
-        about: The facts of the record that belong to no site, such as ``step`` and ``stage``.
-        lacking: A mask that is True where a site lacks a statistic, ``[sites, columns]``; None if all have all.
+        about: The facts of the record that do not belong to a site, such as ``step`` and ``stage``.
+        lacking: A mask that is True where a site lacks a statistic, ``[sites, columns]``; None if nothing is missing.
         tensors: The nonscalar statistics of extra reductions.
         histogram: A function that returns the histogram of a site, instead of ``counts``.
     """
 
-    # A file of a long run is read as one table for each record.
+    # A long run has one table for each record, so tables are small.
     __slots__ = ("_histogram", "_made", "about", "counts", "lacking", "numbers", "schema", "tensors")
 
     def __init__(
@@ -230,7 +229,7 @@ class Table(Mapping[Site, SiteStatistics]):
         found: Mapping[Site, SiteStatistics] | Iterable[tuple[Site, SiteStatistics]],
         about: Mapping[str, Any] | None = None,
     ) -> Table:
-        """Return the table of the statistics of some sites, with a column for each statistic that a site has.
+        """Return a table from the statistics of some sites, with a column for each statistic that any site has.
 
         Raises:
             ArgumentError: If the bins of a site are not valid counts.
@@ -252,7 +251,7 @@ class Table(Mapping[Site, SiteStatistics]):
         )
 
     def having(self, **changes: Any) -> Table:
-        """Return a copy with other values of some arguments."""
+        """Return a copy with new values for some arguments."""
         found = copy(self)
         found._made = None
         for name, value in changes.items():
@@ -313,7 +312,7 @@ class Table(Mapping[Site, SiteStatistics]):
         return found if isinstance(found, torch.dtype) else None, self.schema.shapes[row]
 
     def scalars(self, site: Site) -> dict[str, float]:
-        """Return the scalar statistics of a site by name, without those that it lacks."""
+        """Return the scalar statistics of a site by name. Statistics that the site lacks are left out."""
         row = self.rows[site]
         scalars = dict(zip(self.columns, self.numbers[row].tolist(), strict=True))
         if self.lacking is not None and self.lacking[row].any():
@@ -321,10 +320,10 @@ class Table(Mapping[Site, SiteStatistics]):
         return scalars
 
     def histogram(self, site: Site) -> Histogram | None:
-        """Return the histogram of a site; None without one. Access as a mapping keeps the counts; this keeps nothing.
+        """Return the histogram of a site; None if it has none. Unlike access as a mapping, this caches nothing.
 
         Raises:
-            DumpError: If the histogram is read from a file and damaged.
+            DumpError: If the histogram is read from a file and is damaged.
         """
         if self._histogram is not None:
             return self._histogram(site)
@@ -349,7 +348,7 @@ class Table(Mapping[Site, SiteStatistics]):
         return f"<statistics of {len(self)} sites: {', '.join(self.columns)}>"
 
     def without_bins(self) -> dict[Site, SiteStatistics]:
-        """Return the statistics of all sites without their histograms, which takes less time and memory."""
+        """Return the statistics of all sites without histograms, to save time and memory."""
         names = [self.names_of(row) for row in range(len(self))] if self.lacking is not None else None
         found = {}
         for row, (site, values) in enumerate(zip(self.sites, self.numbers.tolist(), strict=True)):
@@ -360,19 +359,19 @@ class Table(Mapping[Site, SiteStatistics]):
         return found
 
     def names_of(self, row: int) -> tuple[str, ...]:
-        """Return the statistics of the site in a row."""
+        """Return the names of the statistics that the site in a row has."""
         if self.lacking is None:
             return self.columns
         return _names_without(self.columns, self.lacking[row].tobytes())
 
     def column(self, name: str) -> Floats:
-        """Return one statistic of all sites, ``[sites]``; NaN if a site lacks it."""
+        """Return one statistic of all sites, ``[sites]``; NaN for a site without the statistic."""
         if name not in self.columns:
             return np.full(len(self.sites), np.nan)
         return self.numbers[:, self.columns.index(name)]
 
     def part(self, rows: NDArray[np.int64] | None, names: tuple[str, ...]) -> Floats:
-        """Return some statistics of some rows or of all, ``[rows, names]``; NaN where a site lacks one."""
+        """Return some statistics of some or all rows, ``[rows, names]``; NaN where a site lacks a statistic."""
         if not self.numbers.size:
             return np.full((len(self) if rows is None else len(rows), len(names)), np.nan)
         places = self.schema.places_of(names)
@@ -383,7 +382,7 @@ class Table(Mapping[Site, SiteStatistics]):
         return found
 
     def take(self, rows: NDArray[np.int64]) -> Table:
-        """Return the table of some rows, in this order."""
+        """Return the table of some rows, in the given order."""
         return self.having(
             schema=self.schema.take(rows),
             numbers=self.numbers[rows],
@@ -392,23 +391,23 @@ class Table(Mapping[Site, SiteStatistics]):
         )
 
     def in_order(self, sites: Iterable[Site]) -> Table:
-        """Return the table with the sites in this order; an empty order changes nothing."""
+        """Return the table with the sites in the given order; an empty order changes nothing."""
         order = tuple(sites)
         if order in ((), self.sites):
             return self
         return self.take(np.array([self.rows[site] for site in order], dtype=np.int64))
 
     def without_losses(self) -> tuple[Table, Table | None]:
-        """Return the table without the data, and that of batches, predictions and targets, if there are any."""
+        """Split off batches, predictions and targets: return the other sites, and a table of these if there are any."""
         others, sides = self.schema.losses
         if not len(sides) or self.group != "activations":
             return self, None
         return self.take(others), self.take(sides)
 
     def split(self) -> tuple[Table, Table | None]:
-        """Return the table without the inputs of modules, and the table of the inputs alone, if there are any.
+        """Split off module inputs: return the other sites, and a table of the inputs if there are any.
 
-        The rules compare outputs with each other.
+        The rules compare outputs only with outputs.
         """
         others, inputs = self.schema.inputs
         if not len(inputs) or self.group == "parameters":
@@ -416,11 +415,11 @@ class Table(Mapping[Site, SiteStatistics]):
         return self.take(others), self.take(inputs)
 
     def with_column(self, name: str, values: Floats, has: NDArray[np.bool_]) -> Table:
-        """Return the table with another statistic.
+        """Return the table with an additional statistic.
 
         Args:
             name: The name of the statistic.
-            values: Its values, ``[sites]``.
+            values: The value at each site, ``[sites]``.
             has: A mask that is True for the sites that have the statistic, ``[sites]``.
         """
         lacking = np.zeros(self.numbers.shape, dtype=bool) if self.lacking is None else self.lacking

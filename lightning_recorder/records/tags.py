@@ -1,4 +1,4 @@
-"""Tags: the names under which sinks show the statistics of sites. They are made and parsed here alone."""
+"""Tags: the names under which sinks show the statistics of sites. Only this file creates and parses tags."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Tag(NamedTuple):
 
     @property
     def module(self) -> str:
-        """The module for titles, with the number of its call if the calls are kept apart."""
+        """The module name for titles, with the call number if calls are recorded separately."""
         return (without_number(self.name) or _ROOT) + split_call(self.path)[1]
 
     @property
     def inner(self) -> str:
-        """The path without the number of the call."""
+        """The path without the call number."""
         return split_call(self.path)[0]
 
 
@@ -45,8 +45,8 @@ def make_tag(group: str, name: str, path: str, statistic: str = "", loader: int 
     Args:
         group: ``activations``, ``gradients``, …; TensorBoard groups its page by it.
         name: The module's dotted name; the root, whose name is empty, becomes ``(root)``.
-        path: The tensor's path; ``out``, the whole output, is omitted. A number at its end, as in ``out#2``, is that
-            of the call of the module, and moves to the end of the name.
+        path: The tensor's path; ``out``, the whole output, is omitted. A number at the end of the path, as in
+            ``out#2``, is the call number of the module. It moves to the end of the name.
         statistic: The statistic's name; if empty, the result is the tag of the site.
         loader: The index of the data loader, which comes last, as in ``self.log``.
 
@@ -68,7 +68,7 @@ def make_tag(group: str, name: str, path: str, statistic: str = "", loader: int 
 
 
 def parse_tag(tag: str) -> Tag | None:
-    """Return the parts of a tag that :func:`make_tag` has made; None for a tag without a module or a statistic.
+    """Parse a tag of :func:`make_tag`; return None for a tag without a module or a statistic.
 
     Example:
         >>> parse_tag("activations/blocks.0.act#2/in[0]/rms")
@@ -88,7 +88,7 @@ def parse_tag(tag: str) -> Tag | None:
 
 
 def numbered(name: str, number: int, digits: int) -> str:
-    """Return the name of a module behind its position in the order of execution, because TensorBoard sorts tags.
+    """Return a module name with its position in the order of execution as prefix, because TensorBoard sorts tags.
 
     Example:
         >>> numbered("blocks.2.fc", 17, 3), without_number("017_blocks.2.fc")
@@ -98,5 +98,5 @@ def numbered(name: str, number: int, digits: int) -> str:
 
 
 def without_number(name: str) -> str:
-    """Return the name of a module in a tag without its position."""
+    """Return the module name in a tag without the prefix with its position."""
     return _NUMBER.sub("", name)

@@ -1,4 +1,4 @@
-"""The rules, one file per subject. Each is a function with its limits as arguments and its texts beside it."""
+"""The rules, one file per subject. Each rule is a function with its limits as keyword arguments."""
 
 from lightning_recorder.insight.rule import Rule
 from lightning_recorder.insight.rules import (
@@ -33,8 +33,8 @@ from lightning_recorder.insight.rules import (
 
 __all__ = ["RULES"]
 
-# From settings over single layers to comparisons: of two findings that do not explain each other, the one whose cause
-# is easier to see is named first.
+# In order: settings, single layers, comparisons. Of two findings that do not explain each other, the finding with the
+# more evident cause comes first.
 _FILES = (
     non_finite,
     ranks,

@@ -25,7 +25,7 @@ _ATTENTION = ("scaled_dot_product_attention", "softmax")
 
 
 def _last(view: View, statistic: str, records: int) -> Floats:
-    """Return the values of the last records; none if there are fewer."""
+    """Return the values of a statistic in the last ``records`` records; empty if there are fewer."""
     values = view.column(statistic)[0]
     return values[-records:] if len(values) >= records else np.zeros(0)
 
@@ -88,7 +88,7 @@ def attention_scores_grow(
     explains=dict.fromkeys(("dead-output", "gradient-stops", "unlike-siblings", "constant-weight"), _ANY),
 )
 def dead_heads(evidence: Evidence, *, persistence: int = 3, least: float = 1e-7) -> Iterator[Finding]:
-    """Yield the layers with heads whose output is zero, or the same for all queries whatever they are."""
+    """Yield the layers with heads whose output is zero or does not depend on the query."""
     for name, heads in layers_of(evidence, evidence.heads).items():
         silent = [each for each in heads if _none_above(_last(each, "attention_value_rms", persistence), least)]
         if silent:
@@ -108,7 +108,7 @@ def _none_above(values: Floats, limit: float) -> bool:
 
 
 def _is_constant(head: View, persistence: int, least: float) -> bool:
-    # With two keys at least; rounding alone makes scores of queries and keys that are not zero differ.
+    # Only if there are two or more keys. Scores of non-zero queries and keys differ at least by rounding.
     return _none_above(_last(head, "attention_logit_std", persistence), least)
 
 
@@ -128,12 +128,12 @@ def _is_constant(head: View, persistence: int, least: float) -> bool:
     ),
 )
 def zero_projection(evidence: Evidence, *, persistence: int = 3) -> Iterator[Finding]:
-    """Yield the joint projections of attention of which one or two parts are zero, or have a gradient of zeros."""
+    """Yield joint projections in which one or two of the query, key and value parts are zero or get zero gradients."""
     found = []
     around = {name.rpartition(".")[0] for name in layers_of(evidence, evidence.heads)}
     for each in evidence.weights:
         is_joined = len(each.shape) == 2 and max(each.shape) == 3 * min(each.shape)
-        # The gates of a GRU have this shape, too.
+        # The weight of a GRU's gates has the same shape.
         is_of_attention = each.path == "in_proj_weight" or each.module.rpartition(".")[0] in around
         for view in (each, each.gradient) if is_joined and is_of_attention else ():
             thirds = 3 * view.zero_fraction[-persistence:]
@@ -171,7 +171,7 @@ def one_hot_heads(
     keys: float = 6.0,
     share: float = 0.5,
 ) -> Iterator[Finding]:
-    """Yield the layers most of whose heads give all their attention to a single key for each query."""
+    """Yield layers in which most heads give nearly all attention to a single key for each query."""
     for name, heads in layers_of(evidence, evidence.heads).items():
         found = [
             each
@@ -204,7 +204,7 @@ def one_hot_heads(
 def attention_sink(
     evidence: Evidence, *, persistence: int = 3, share: float = 0.9, keys: float = 8.0
 ) -> Iterator[Finding]:
-    """Yield the layers with heads that attend the first key only."""
+    """Yield the layers with heads that attend only to the first key."""
     for name, heads in layers_of(evidence, evidence.heads).items():
         found = [
             each
@@ -246,7 +246,7 @@ def attention_sink(
 def mask_inverted(
     evidence: Evidence, *, persistence: int = 2, share: float = 0.1, future: float = 0.99, hidden: float = 0.9
 ) -> Iterator[Finding]:
-    """Yield attention whose mask hides all keys from all queries of a sample, or all but those behind the query."""
+    """Yield attention whose mask hides all keys from the queries of a sample, or all keys except later positions."""
     found = _layers_above(evidence, "attention_blind", persistence, share)
     if found:
         blind = float(found[0].attention_blind[-1])
@@ -274,7 +274,7 @@ def mask_inverted(
 
 
 def _layers_above(evidence: Evidence, statistic: str, persistence: int, limit: float) -> list[View]:
-    """Return the first head of each layer whose heads all reach a limit in the last records."""
+    """Return the first head of each layer in which all heads reach a limit in the last records."""
     layers = layers_of(evidence, evidence.heads).values()
     return [heads[0] for heads in layers if all(_all(_last(each, statistic, persistence), limit) for each in heads)]
 
@@ -301,7 +301,7 @@ def attends_padding(
 ) -> Iterator[Finding]:
     """Yield the layers whose queries give some of their attention to padding."""
     found = _layers_above(evidence, "attention_padding", persistence, share)
-    found = [each for each in found if each.attention_padding[-1] < most]  # otherwise the mask is inverted
+    found = [each for each in found if each.attention_padding[-1] < most]  # above this limit, the mask is inverted
     if found:
         last = float(found[0].attention_padding[-1])
         verdict = f"tokens give {last:.0%} of their attention in {found[0].module} to padding"
@@ -323,8 +323,8 @@ def attends_padding(
 def sees_later_keys(
     evidence: Evidence, *, persistence: int = 2, share: float = 1e-3, most: float = 0.7, targets: float = 0.9
 ) -> Iterator[Finding]:
-    """Yield the layers that see later positions where the other layers of the same stack do not."""
-    # Attention to another sequence may have as many keys as queries. The graph tells it from attention to the own one.
+    """Yield the layers that see later positions, if the other layers of the stack do not."""
+    # Cross-attention may have as many keys as queries. The graph distinguishes it from self-attention.
     own = {step_of(evidence).owner(last) for last, _ in attention_layers(step_of(evidence))}
     leaks = _predicts_next(evidence, persistence, targets)
     families: dict[str, list[View]] = {}
@@ -360,7 +360,7 @@ def sees_later_keys(
 def attends_the_target(
     evidence: Evidence, *, persistence: int = 2, share: float = 1e-3, targets: float = 0.9
 ) -> Iterator[Finding]:
-    """Yield a finding if the targets are the next tokens, and all attention sees later positions."""
+    """Yield a finding if the targets are the next tokens and all attention layers see later positions."""
     layers = [heads[0] for heads in layers_of(evidence, evidence.heads).values()]
     placed = [each for each in layers if len(_last(each, "attention_future", persistence))]
     see = [_all(_last(each, "attention_future", persistence), share) for each in placed]
@@ -395,10 +395,10 @@ def _predicts_next(evidence: Evidence, persistence: int, targets: float) -> bool
     explains=dict.fromkeys(("unlike-siblings", "odd-block", "along-batch", "norm-ineffective"), _ANY),
 )
 def mixes_tokens(evidence: Evidence, *, persistence: int = 2, targets: float = 0.9) -> Iterator[Finding]:
-    """Yield the means over positions or samples that a model of next tokens uses for each token."""
+    """Yield means over positions or samples that reach each token in a model that predicts next tokens."""
     step = step_of(evidence)
     linears = [each for _, projections in attention_layers(step) for each in projections]
-    # addmm takes all tokens in one dimension, behind the bias.
+    # addmm gets the bias first, then all tokens in one dimension.
     inputs = [shape_of(each, int(each.name == "addmm")) or () for each in linears]
     streams = {(prod(shape[:-1]), shape[-1:]) for shape in inputs}
     found = [
@@ -423,7 +423,7 @@ _MOST_USERS = 50
 
 
 def _mixes_positions(step: RecordedStep, node: Node, shape: Sequence[int]) -> bool:
-    """Return True for a mean over positions or samples of ``[samples, positions, features]`` that each token gets."""
+    """Return True if a mean over positions or samples of ``[samples, positions, features]`` reaches each token."""
     if node.name == "layer_norm":
         return len(re.findall(r"\d+", setting(node, "normalized_shape"))) > 1
     given = {each.strip() for each in setting(node, "dim").strip("()[]").split(",")}
@@ -432,7 +432,7 @@ def _mixes_positions(step: RecordedStep, node: Node, shape: Sequence[int]) -> bo
     found = [node]
     for each in found:
         for user in step.users(each):
-            # A layer after a mean makes a summary.
+            # A layer after a mean computes a summary of the sequence, which is intended.
             if user not in found and len(found) < _MOST_USERS and user.name not in ("linear", "addmm", *LOSSES):
                 found.append(user)
     return any(each.outputs and each.outputs[0].shape == shape for each in found)
@@ -452,7 +452,7 @@ def _mixes_positions(step: RecordedStep, node: Node, shape: Sequence[int]) -> bo
 def own_key_hidden(
     evidence: Evidence, *, persistence: int = 2, share: float = 0.01, targets: float = 0.9
 ) -> Iterator[Finding]:
-    """Yield causal layers whose queries attend earlier positions only, not their own."""
+    """Yield causal layers whose queries attend only to earlier positions, not to their own."""
     found = []
     for heads in layers_of(evidence, evidence.heads).values():
         own, later = (_last(heads[0], f"attention_{name}", persistence) for name in ("own", "future"))
@@ -475,14 +475,14 @@ def own_key_hidden(
     explains={"unlike-siblings": _ANY},
 )
 def equal_query_and_key(evidence: Evidence, *, persistence: int = 2, cosine: float = 0.9999) -> Iterator[Finding]:
-    """Yield the layers whose queries and keys are equal at each position, up to a factor."""
+    """Yield the layers in which query and key are equal at each position, up to a factor."""
     found = _layers_above(evidence, "attention_alike", persistence, cosine)
     if found:
         verdict = f"queries and keys of {found[0].module} are equal at each position: their smallest cosine is 1"
         yield found[0].found(verdict, "attention_alike", others=_others(found), cosine=found[0].attention_alike[-1])
 
 
-_ROTARY = re.compile(r"rotary|(?<![pu])rope")  # no property
+_ROTARY = re.compile(r"rotary|(?<![pu])rope")  # not "property"
 _POSITIONS = re.compile(r"(?<![mx])pos(ition|_|$|e[mn]|\d)|wpe$")  # no composition, posterior or transpose; wpe: GPT-2
 
 
@@ -499,7 +499,7 @@ _POSITIONS = re.compile(r"(?<![mx])pos(ition|_|$|e[mn]|\d)|wpe$")  # no composit
     explains={"unlike-siblings": _ANY},
 )
 def constant_positions(evidence: Evidence, *, persistence: int = 2, positions: int = 4) -> Iterator[Finding]:
-    """Yield the modules that encode all positions alike: constants, and embeddings of which one row is used."""
+    """Yield the modules that encode all positions alike: constants, and embeddings with a single used row."""
     encodings: dict[str, list[View]] = {}
     for view in evidence.outputs:
         is_rotary = _ROTARY.search(f"{view.kind} {view.module}".lower()) is not None
@@ -542,7 +542,7 @@ def _has_positions(name: str) -> bool:
 
 
 def _repeats_one(node: Node, length: int) -> bool:
-    """Return True if a tensor has one value for all positions of a sequence."""
+    """Return True if a node repeats one value for all positions of a sequence."""
     return node.name in ("expand", "expand_as", "broadcast_to", "repeat") and node.inputs[0].shape[-1:] == (1,) != (
         length,
     )
@@ -569,7 +569,7 @@ def _repeats_one(node: Node, length: int) -> bool:
 def attention_scale(
     evidence: Evidence, *, factor: float = 1.9, spread: float = 2.5, close: float = 0.05
 ) -> Iterator[Finding]:
-    """Yield attention whose scores have no scale and are large from the first record on, or that is scaled twice."""
+    """Yield attention that is scaled twice, and unscaled attention with large scores from the first record on."""
     layers = layers_of(evidence, evidence.heads)
     large, twice = [], []
     for name, node in _attention_nodes(evidence.graph):
@@ -636,7 +636,7 @@ _SUMS = ("add", "masked_fill", "where", "sub", "dropout", "masked_fill_", "add_"
 
 
 def _attention_nodes(graph: Graph) -> Iterator[tuple[str, Node]]:
-    """Yield the functions of attention with the names of their sites."""
+    """Yield the attention functions of a graph with their site names."""
     names = function_sites(graph)
     for node in graph.nodes:
         if node.id in names and node.name in _ATTENTION and not node.failed:
@@ -644,7 +644,7 @@ def _attention_nodes(graph: Graph) -> Iterator[tuple[str, Node]]:
 
 
 def _factors(graph: Graph, node: Node) -> tuple[int, list[float]]:
-    """Return the number of features of a head, and the constant factors of the scores of attention."""
+    """Return the number of features per head, and the constant factors of the attention scores."""
     found: list[float] = []
     if node.name == "softmax":
         product = _back(graph, node, found, (*_SHAPES, *_SUMS))
@@ -666,7 +666,7 @@ def _factors(graph: Graph, node: Node) -> tuple[int, list[float]]:
 
 
 def _back(graph: Graph, node: Node, found: list[float], passed: Sequence[str]) -> Node | None:
-    """Return the operation behind others, and append the constants that these multiply with."""
+    """Return the first operation before a node that is not in ``passed``, and collect the factors of those skipped."""
     while True:
         edges = graph.into(node)
         if not edges:
@@ -680,7 +680,7 @@ def _back(graph: Graph, node: Node, found: list[float], passed: Sequence[str]) -
 
 
 def _scale_of(node: Node) -> float | None:
-    """Return the constant that a node multiplies with; None if it does not."""
+    """Return the constant factor of a multiplication or division; None for other nodes."""
     if node.kind != "op" or node.name.strip("_") not in ("mul", "div", "truediv") or len(node.inputs) != 1:
         return None
     given = [_number(value) for name, value in node.arguments if name in ("other", "value")]
@@ -708,7 +708,7 @@ def _number(text: str) -> float | None:
     is_lasting=True,
 )
 def attention_over_queries(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a softmax over the queries of a product of queries and keys, whose result is multiplied with the values."""
+    """Yield each attention softmax that runs over the queries instead of the keys."""
     graph = evidence.graph
     users: dict[int, list[Node]] = {}
     for edge in graph.edges:

@@ -1,4 +1,4 @@
-"""Rules about the blocks of a transformer, as the recorded graph has them."""
+"""Rules about the blocks of a transformer in the recorded graph."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ _CHANGES = (
     *("mul", "div", "truediv", "neg", "detach", "clamp", "round", "dropout", "sigmoid", "tanh", "relu"),
     *("zeros_like", "ones_like", "rand_like", "scaled_dot_product_attention"),
 )
-"""The functions that one block alone calls by mistake rather than by design."""
+"""Functions that are probably a mistake if a single block calls them."""
 _MOVES = ("pad", "roll", "flip", "getitem", "narrow", "select", "index_select", "gather", "dropout", "detach")
-"""The functions that move values to other places, such as into windows, drop some, or stop their gradient."""
+"""Functions that move values to other positions, drop values, or stop their gradient."""
 _SUMS = ("add", "iadd", "radd", "addcmul")
 _ARITHMETIC = (
     *(*_SUMS, "sub", "isub", "mul", "imul", "rmul", "div", "truediv", "itruediv", "pow", "square", "sqrt", "rsqrt"),
     *("reciprocal", "mean", "var", "std", "var_mean", "clamp", "norm", "normalize"),
 )
-"""The functions that a normalization is written with."""
+"""Functions that occur in the formula of a normalization."""
 _PARTS = ("getitem", "split", "chunk", "unbind", "expand", "repeat_interleave")
 _FACTORS_OF = ("mul", "rmul", "imul")
 _MOST_LISTED = 3
-_FEWEST = 2  # blocks of a stack, and others that must agree
-_MOST = 400  # operations between the projections and the attention, or in the activation of a block
+_FEWEST = 2  # the least number of blocks in a stack, and of other blocks that must agree
+_MOST = 400  # the most operations between the projections and the attention, or in the activation of a block
 
 
 @rule(
@@ -63,7 +63,7 @@ _MOST = 400  # operations between the projections and the attention, or in the a
     is_lasting=True,
 )
 def no_residual(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the layers of a transformer whose input goes nowhere but through the layer."""
+    """Yield the layers of a transformer without a residual connection around them."""
     step = step_of(evidence)
     stacked = _stacked(step)
     if not stacked:
@@ -94,7 +94,7 @@ def no_residual(evidence: Evidence) -> Iterator[Finding]:
     is_lasting=True,
 )
 def added_twice(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the sums in a stack of attention that count a tensor twice, as of two residual connections."""
+    """Yield the sums in a transformer stack that add a tensor twice, as with two residual connections."""
     step = step_of(evidence)
     found = []
     widths = {(each,) for each in _widths(_stacked(step))}
@@ -131,7 +131,7 @@ def added_twice(evidence: Evidence) -> Iterator[Finding]:
     is_lasting=True,
 )
 def one_sided_rotation(evidence: Evidence) -> Iterator[Finding]:
-    """Yield attention whose queries or keys alone are multiplied with tensors of positions."""
+    """Yield attention in which only the queries or only the keys are multiplied with position tables."""
     step = step_of(evidence)
     found = []
     for last, projections in _stacked(step):
@@ -149,7 +149,7 @@ def one_sided_rotation(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _product_before(step: RecordedStep, last: Node) -> Node | None:
-    """Return the product of queries and keys whose softmax a product with the values takes."""
+    """Return the product of queries and keys that comes before a product with the values."""
     node: Node | None = last
     for _ in range(_MOST):
         sources = [] if node is None else step.sources(node)
@@ -160,18 +160,18 @@ def _product_before(step: RecordedStep, last: Node) -> Node | None:
 
 
 def _rotations(step: RecordedStep, side: Node, projections: list[Node]) -> int:
-    """Return the number of products with a table of positions between the projections and a side of the scores."""
+    """Count the products with a position table between the projections and one factor of the scores."""
     count = 0
     for node in _on_the_way(step, side, projections):
         tables = [each for each in step.sources(node) if "parameter" not in step.roots[each.id] and each.outputs]
-        # A mask of positions has one value for each.
+        # A mask has only one value for each position, so it is no position table.
         shapes = (each.outputs[0].shape for each in tables)
         count += node.name.strip("_") in _FACTORS_OF and any(len(each) > 1 and each[-1] > 1 for each in shapes)
     return count
 
 
 def _on_the_way(step: RecordedStep, side: Node, projections: list[Node]) -> Iterator[Node]:
-    """Yield the operations between the projections of an attention and one of its sides."""
+    """Yield the operations between the projections of an attention and ``side``, one of its inputs."""
     begins, todo, seen = {each.id for each in projections}, [side], {side.id}
     while todo and len(seen) < _MOST:
         node = todo.pop()
@@ -196,7 +196,7 @@ def _on_the_way(step: RecordedStep, side: Node, projections: list[Node]) -> Iter
     is_lasting=True,
 )
 def one_sided_roll(evidence: Evidence) -> Iterator[Finding]:
-    """Yield attention whose queries, keys or values alone are rolled along the positions."""
+    """Yield attention in which queries, keys or values, but not all three, are rolled along the positions."""
     step = step_of(evidence)
     found = []
     for last, projections in attention_layers(step):
@@ -220,7 +220,7 @@ _SIDES = ("queries", "keys", "values")
 
 
 def _is_rolled(step: RecordedStep, side: Node, projections: list[Node], length: int) -> bool:
-    """Return True if there is a roll along the positions between the projections and a side of an attention."""
+    """Return True if there is a roll along the positions between the projections and one input of an attention."""
     for node in _on_the_way(step, side, projections):
         shape, dim = shape_of(node), setting(node, "dims").strip("()[], ")
         if node.name == "roll" and shape and dim.lstrip("-").isdecimal() and shape.count(length) == 1:
@@ -242,7 +242,7 @@ def _is_rolled(step: RecordedStep, side: Node, projections: list[Node], length: 
     is_lasting=True,
 )
 def odd_activation(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a feed-forward layer with another activation than all others, and a stack of sigmoids or of none."""
+    """Yield a feed-forward layer with an odd activation, and stacks with only sigmoids or without activations."""
     step = step_of(evidence)
     stacked = _stacked(step)
     families: dict[str, list[tuple[Node, tuple[str, ...]]]] = {}
@@ -278,9 +278,9 @@ def odd_activation(evidence: Evidence) -> Iterator[Finding]:
     is_lasting=True,
 )
 def odd_attention(evidence: Evidence, *, factor: float = 3.0) -> Iterator[Finding]:
-    """Yield an attention that treats queries, keys, values or scores in another way than all others of its stack.
+    """Yield an attention whose queries, keys, values or scores are computed differently from the rest of its stack.
 
-    A stack whose values are all multiplied by a constant is found, too.
+    A stack in which all values are multiplied by a constant is found, too.
     """
     step = step_of(evidence)
     families: dict[str, list[tuple[Node, tuple[str, ...]]]] = {}
@@ -309,7 +309,7 @@ def odd_attention(evidence: Evidence, *, factor: float = 3.0) -> Iterator[Findin
 
 
 def _factor_of_values(step: RecordedStep, last: Node) -> float:
-    """Return the positive constant that the values of an attention are multiplied by behind their projection."""
+    """Return the positive constant factor of an attention's values after their projection."""
     found, place = 1.0, 2 if last.name == ATTENTION else 1
     for _ in range(_MOST):
         sources = step.sources(last)
@@ -329,7 +329,7 @@ def _listed(functions: list[str]) -> str:
 
 
 def _factors_of(node: Node) -> tuple[str, ...]:
-    """Return the name of a function with its factor and its probability, as far as it has them."""
+    """Return the name of a function, followed by its factor and its probability if it has them."""
     given = dict(node.arguments)
     shown = [f"{name}={given[name]}" for name in _FACTORS if name in given]
     name = node.name.strip("_")
@@ -337,9 +337,10 @@ def _factors_of(node: Node) -> tuple[str, ...]:
 
 
 def _between(step: RecordedStep, last: Node, firsts: list[Node], *, with_factors: bool = False) -> tuple[str, ...]:
-    """Return the functions between the first linear layers and the last one, but for changes of the shape.
+    """Return the functions between the first linear layers and the last one, without changes of shape.
 
-    Without a parameter before them, functions make a mask or a table of positions, and each block may have its own.
+    Functions that depend on no parameter compute masks or position tables. They may differ between blocks and are left
+    out.
     """
     found: dict[int, str] = {}
     todo, begins = [last], {each.id for each in firsts}
@@ -366,27 +367,27 @@ def _is_sigmoid(functions: tuple[str, ...]) -> bool:
 
 
 def _named(functions: tuple[str, ...]) -> str:
-    """Return the functions in words; of a formula, its transcendental functions."""
+    """Return the functions in words, without arithmetic if there are other functions."""
     shown = [each for each in functions if each not in ("mul", "add", "pow", "sub", "div")] or list(functions)
     return " and ".join(shown) if shown else "missing"
 
 
 def _stacked(step: RecordedStep) -> list[tuple[Node, list[Node]]]:
-    """Return the attention layers of stacks, with their projections."""
+    """Return the attention layers that belong to stacks, with their projections."""
     layers = list(attention_layers(step))
     counts = Counter(family_of(step.owner(layer)) for layer, _ in layers)
     return [each for each in layers if counts[family_of(step.owner(each[0]))] >= _FEWEST]
 
 
 def _widths(stacked: list[tuple[Node, list[Node]]]) -> set[int]:
-    """Return the numbers of features that the attention layers take."""
+    """Return the input widths of the attention layers."""
     return {(shape_of(each[0], _place_of_input(each[0])) or (0,))[-1] for _, each in stacked}
 
 
 def attention_layers(step: RecordedStep) -> Iterator[tuple[Node, list[Node]]]:
-    """Yield each attention of a sequence to itself, and the linear layers that make queries, keys and values.
+    """Yield each self-attention, with the linear layers that compute its queries, keys and values.
 
-    The attention is the fused function, or the product with the values.
+    Its node is the fused attention function, or the product with the values.
     """
     for node in step.operations:
         if node.name == ATTENTION:
@@ -408,7 +409,7 @@ def attention_layers(step: RecordedStep) -> Iterator[tuple[Node, list[Node]]]:
 
 
 def _linears_before(step: RecordedStep, last: Node) -> list[Node]:
-    """Return the linear layers that an operation depends on directly, in the order of execution."""
+    """Return the linear layers that an operation depends on without others in between, in the order of execution."""
     found: dict[int, Node] = {}
     seen: set[int] = set()
     todo = [last]
@@ -429,15 +430,15 @@ def _place_of_input(linear: Node) -> int:
 
 
 def _stream(step: RecordedStep, linear: Node) -> Node:
-    """Return the node that a linear layer reads, behind changes of the shape."""
+    """Return the node that computes the input of a linear layer, skipping changes of shape."""
     sources = [each for each in step.sources(linear) if each.kind != "parameter"]
     return step.made_by(sources[0]) if sources else linear
 
 
 def _feed_forward(step: RecordedStep, widths: Collection[int]) -> Iterator[tuple[Node, list[Node]]]:
-    """Yield the last linear layer of each feed-forward layer of a stack, and the first ones.
+    """Yield each feed-forward layer of a stack as its last linear layer and its first linear layers.
 
-    The last one returns as many features as the first ones take, and fewer than there are between them.
+    The last one has as many outputs as the first ones have inputs, and fewer than there are features in between.
     """
     found: dict[str, list[tuple[Node, list[Node]]]] = {}
     for node in step.operations:
@@ -455,16 +456,16 @@ def _feed_forward(step: RecordedStep, widths: Collection[int]) -> Iterator[tuple
 
 
 def _has_bypass(step: RecordedStep, last: Node, projections: list[Node]) -> bool:
-    """Return True if what the projections read, before a normalization, is also read by something behind the layer."""
+    """Return True if the input of the projections, before a normalization, is also used after the layer."""
     todo = [_stream(step, projections[0])]
     seen = {todo[0].id}
     for node in todo:
         if node.kind != "op" or _goes_beyond(step, node, last) or len(seen) > _MOST:
             return True
         before = [each for each in step.sources(node) if each.kind not in ("parameter", "buffer")]
-        # Beside what a layer made, a tensor of the batch is a mask.
+        # A tensor of the batch beside the output of a layer is a mask.
         before = [each for each in before if "parameter" in step.roots[each.id]] or before
-        # The shift and the scale of a normalization may follow from a condition, and have one row for all positions.
+        # The shift and the scale of a conditional normalization have one row for all positions.
         shape = node.outputs[0].shape if node.outputs else ()
         before = [each for each in before if each.outputs and each.outputs[0].shape == shape] or before
         if _is_of_norm(step, node, before):
@@ -474,7 +475,7 @@ def _has_bypass(step: RecordedStep, last: Node, projections: list[Node]) -> bool
 
 
 def _goes_beyond(step: RecordedStep, node: Node, last: Node) -> bool:
-    """Return True if an operation that depends on a node, but not through the last one, runs after that."""
+    """Return True if an operation after ``last`` depends on ``node`` along a path that avoids ``last``."""
     seen = {node.id}
     todo = [node]
     while todo:
@@ -488,10 +489,10 @@ def _goes_beyond(step: RecordedStep, node: Node, last: Node) -> bool:
 
 
 def _is_of_norm(step: RecordedStep, node: Node, before: list[Node]) -> bool:
-    """Return True for a normalization or a part of one, and for a change of places or shape."""
+    """Return True for a normalization, an operation in its formula, and a change of positions or shape."""
     owner = None if node.parent is None else step.graph[node.parent]
     if owner is not None and "norm" in owner.type_name.lower():
         return True
-    # A sum of two tensors is a residual connection, and no shift of a normalization.
+    # A sum of two tensors is a residual connection rather than the shift of a normalization.
     is_arithmetic = node.name.strip("_") in _ARITHMETIC and not (node.name.strip("_") in _SUMS and len(before) > 1)
     return is_arithmetic or node.name in ("layer_norm", "rms_norm", *_MOVES) or keeps_values(node)

@@ -1,4 +1,4 @@
-"""Rules about the classes that losses compare: those of the targets, and those that are predicted."""
+"""Rules about the target classes and the predicted classes of losses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PREDICTED, _MEANT = (f"in.{side}{CLASS_COUNTS}" for side in ("prediction", "tar
 
 
 def _sides(evidence: Evidence, path: str) -> Iterator[View]:
-    """Yield the sites of the losses with a path, without the further calls of a loss in a step."""
+    """Yield the sites of losses with a path. Only the first call of a loss in a step counts."""
     for site in evidence.losses.places:
         if site.path == path:
             yield View(evidence, evidence.losses, site)
@@ -60,14 +60,14 @@ def all_ignored(evidence: Evidence, *, persistence: int = 2) -> Iterator[Finding
     explains={"one-class-predicted": _ANY},
 )
 def class_ignored(evidence: Evidence, *, persistence: int = 4, most: float = 0.5) -> Iterator[Finding]:
-    """Yield the losses that ignore the samples of one of the classes that the model has an output for."""
+    """Yield the losses that ignore all samples of a class, although the model has an output for it."""
     step = step_of(evidence)
     for node in step.operations:
         text, shape, sources = setting(node, "ignore_index"), shape_of(node), step.sources(node)
         if node.name not in ("cross_entropy", "nll_loss") or not text.isdigit() or not shape or len(shape) != 2:
             continue
         target = step.made_by(sources[1]) if len(sources) > 1 else node
-        # The targets of sequences may come without the dimension of time.
+        # Targets for sequences may lack the time dimension.
         if int(text) >= shape[1] or target.kind != "input" or step.batch != shape[0]:
             continue
         names = (step.function_names.get(node.id, ""), step.owner(node))
@@ -102,7 +102,7 @@ def one_class_predicted(
     most: float = 0.6,
     spread: float = 0.1,
 ) -> Iterator[Finding]:
-    """Yield the losses that get the same class as prediction for all samples of a record."""
+    """Yield the losses whose predicted class is the same for all samples of a record."""
     for view in _sides(evidence, _PREDICTED):
         target = View(evidence, evidence.losses, Site(view.module, _MEANT))
         (low, high), steps = view.columns("min", "max")
@@ -115,7 +115,7 @@ def one_class_predicted(
             or view.count[last].sum() < predictions
         ):
             continue
-        # Samples of a single class may have the same prediction.
+        # If the targets have a single class, equal predictions are fine.
         if (low[last] < high[last]).any() or (least[last] == largest[last]).any():
             continue
         counts, only = [classes_in(each) for each in target.histograms()], int(low[-1])
@@ -127,7 +127,7 @@ def one_class_predicted(
                 f"{persistence} records; {share:.0%} of the targets are of class {only}"
             )
             found = view.found(verdict, "std", since=int(steps[-persistence]), share=share)
-            # A model that learns slowly may prefer one class for a while, but uses its input.
+            # A model that learns slowly may predict one class for a while, but its outputs still depend on the input.
             spreads = View(evidence, evidence.losses, Site(view.module, "in.prediction")).batch_spread[last]
             is_constant = len(spreads) == persistence and bool((spreads <= spread).all())
             yield found if share <= most and is_constant else replace(found, severity="note")
@@ -148,7 +148,7 @@ def one_class_predicted(
 def inverted_weights(
     evidence: Evidence, *, records: int = 4, targets: int = 64, factor: float = 1.4, tolerance: float = 0.25
 ) -> Iterator[Finding]:
-    """Yield the losses whose weights are proportional to the frequencies of the classes."""
+    """Yield the losses whose class weights are proportional to the class frequencies."""
     for view in _sides(evidence, "in.target.weight"):
         weights = View(evidence, evidence.losses, Site(view.module, "in.target.weights"))
         (means, sizes, least), _ = weights.columns("mean", "rms", "min")
@@ -160,7 +160,7 @@ def inverted_weights(
         if number < targets:
             continue
         mean = float((of_targets * counts).sum() / number)
-        # Weights that are the shares of the classes times a number have this mean over the targets.
+        # Weights proportional to the class frequencies have this mean over the targets.
         expected = float(np.median(sizes**2 / means))
         ratio = mean / float(np.median(means))
         if ratio > factor and abs(mean / expected - 1) < tolerance:

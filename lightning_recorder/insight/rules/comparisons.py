@@ -1,4 +1,4 @@
-"""Rules that compare modules of equal structure with each other, with their own past, and training with validation."""
+"""Rules that compare equal modules, a module with its own past, and training with validation."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from lightning_recorder.records.table import Floats
 
 __all__ = ["ODD_BLOCK", "UNLIKE"]
 
-ODD_BLOCK = "odd-block"  # the rule about one of many equal blocks that computes something else
+ODD_BLOCK = "odd-block"  # the rule about a block that differs from many equal blocks
 UNLIKE = "unlike-siblings"
-"""The rule about one of several modules at the same place of repeated blocks."""
+"""The rule about a module whose values differ from those of the corresponding modules in other blocks."""
 
 
 @rule(
@@ -63,7 +63,7 @@ def odd_block(
     alike: int = ODD_LIMITS.alike,
     most_others: float = ODD_LIMITS.others,
 ) -> Iterator[Finding]:
-    """Yield the blocks that compute something else than all others of their list."""
+    """Yield the blocks that differ from all other blocks of their list."""
     for each in odd_blocks(evidence.graph, OddLimits(fewest, kinds, period, periods, alike, most_others)):
         source = f" ({each.source})" if each.source else ""
         others = f"the other {each.others} blocks" if each.is_one_kind else f"{each.others} similar blocks"
@@ -90,14 +90,14 @@ def odd_block(
 def sudden_change(
     evidence: Evidence, *, persistence: int = 2, factor: float = 8.0, records: int = 4, beyond: float = 4.0
 ) -> Iterator[Finding]:
-    """Yield a layer whose outputs change in size within a few records, beyond its own past and other layers."""
+    """Yield a layer whose outputs change in size within a few records, more than before and more than other layers."""
     values = evidence.activations.get("rms")
     is_complete = np.isnan(values).sum(axis=0) == 0
     first = np.full(len(is_complete), -1)
     first[is_complete] = _first_changes(values[:, is_complete], persistence, factor, records)
     for place, view in enumerate(evidence.outputs):
         if view.is_last or (is_complete[place] and first[place] < 0):
-            continue  # logits change when a model leaves a plateau
+            continue  # logits also change when a model leaves a plateau
         own, steps = view.column("rms")
         is_known = is_complete[place]
         at = int(first[place] if is_known else _first_changes(own[:, None], persistence, factor, records)[0])
@@ -111,15 +111,15 @@ def sudden_change(
 
 
 def _is_sudden(values: Floats, beyond: float) -> bool:
-    """Return True if the last value differs from the one before it by more than the records before have changed."""
+    """Return True if the last change is larger than the changes before it."""
     steps = np.diff(np.log(values))
-    if not np.isfinite(steps).all():  # from zero or to zero
+    if not np.isfinite(steps).all():  # one of the values is zero
         return True
     return bool(abs(steps[-1]) > np.abs(steps[:-1]).max() + np.log(beyond))
 
 
 def _first_changes(values: Floats, persistence: int, factor: float, earlier: int) -> NDArray[np.int64]:
-    """Return the first row of each column from which on all values differ from the records before it; -1 for none."""
+    """Return the first row of each column from which on all values are far from the earlier records; -1 for none."""
     rows = len(values) - persistence + 1 - earlier
     if rows < 1:
         return np.full(values.shape[1], -1)
@@ -144,9 +144,9 @@ def _first_changes(values: Floats, persistence: int, factor: float, earlier: int
 def stops_moving(
     evidence: Evidence, *, persistence: int = 4, before: int = 3, fewest: int = LIMITS.fewest
 ) -> Iterator[Finding]:
-    """Yield the weights that moved at first and no longer do, while all equal ones still move, as one finding."""
+    """Yield one finding about weights that no longer change, while all corresponding weights still do."""
     table = evidence.parameters
-    moves = np.nan_to_num(table.get("update_ratio")) > 0  # a weight that is frozen has no further records
+    moves = np.nan_to_num(table.get("update_ratio")) > 0  # a frozen weight has no further records
     found: dict[Site, int] = {}
     for group in families_of(evidence, table, {each.site: 1.0 for each in evidence.weights}, fewest):
         members = moves[:, [table.places[site] for site in group]]
@@ -195,11 +195,11 @@ def block_trend(
         for group in families_of(evidence, table, values, fewest):
             logs = np.log([values[site] if values[site] > 0 else np.nan for site in group])
             steps, change = np.diff(logs), abs(float(logs[-1] - logs[0]))
-            is_jump = np.abs(steps).max() > jump * change  # in one block
+            is_jump = np.abs(steps).max() > jump * change  # most of the change is in one block
             is_steady = (steps > np.log(each)).all() or (steps < -np.log(each)).all()
             if not is_steady or is_jump or change <= np.log(total):
                 continue
-            # In a U-Net, most of the gradient takes the skip connections.
+            # In a U-Net, most of the gradient flows through the skip connections.
             if table is evidence.activations or evidence.wiring.is_plain(blocks_of([site.name for site in group])):
                 found.append((change, group))
         if found:
@@ -238,7 +238,7 @@ def unlike_siblings(
     vector: float = LIMITS.vector,
     zero: float = LIMITS.zero,
 ) -> Iterator[Finding]:
-    """Yield the layers whose statistics differ from those of the equal layers in other blocks."""
+    """Yield the layers whose statistics differ from those of the corresponding layers in other blocks."""
     limits = SiblingLimits(fewest, factor, margin, at_the_end, vector, zero)
     forward: dict[Site, list[Finding]] = {}
     backward: dict[Site, list[Finding]] = {}
@@ -260,10 +260,10 @@ def unlike_siblings(
             found = replace(found, first_step=shown[0], last_step=shown[-1], records=len(shown))
         other = of_weights if words == WEIGHT_GRADIENT else backward
         (forward if kind < FORWARD else other).setdefault(site, []).append(found)
-    # The gradients of weights follow those of outputs, unless something changes them alone.
+    # Weight gradients follow from output gradients, so they count only if nothing else differs.
     backward = backward or ({} if forward else of_weights)
     order = evidence.wiring.order
-    # A gradient comes from the modules behind, so the last module is the nearest to the cause.
+    # Gradients flow backward, so the last module is the nearest to the cause.
     first_last = sorted(forward.items(), key=lambda each: order.get(each[0].name, -1))
     last_first = sorted(backward.items(), key=lambda each: -order.get(each[0].name, -1))
     for _, several in (*first_last, *((site, found) for site, found in last_first if site not in forward)):
@@ -301,9 +301,9 @@ def train_differs(
     if found is None:
         return
     view, here, there = found
-    # Running statistics lag early in a training. What stays so is in the next validation, too.
+    # Running statistics lag early in a training. A lasting difference is also in the next validation.
     earlier = _first_apart(evidence, validation.steps[-2], *limits) if len(validation) > 1 else None
-    # What the first layer gets does not depend on the training, so that one validation is enough.
+    # The input of the first layer does not depend on the training, so one validation is enough.
     is_input = len(validation) == 1 and evidence.wiring.inputs.get(view.module) == [INPUT]
     if (earlier is None or earlier[0] != view) and not is_input and not _is_worse(evidence, worse):
         return
@@ -312,7 +312,7 @@ def train_differs(
         f"{validation.steps[-1]}"
     )
     factor = here / there if there else np.inf
-    # A first layer that does not depend on the mode computes the same in both.
+    # If a first layer ignores the mode, its inputs must differ.
     if evidence.wiring.inputs.get(view.module) == [INPUT] and view.kind.startswith(_WITHOUT_MODE):
         differs = view.found(f"{verdict}: its inputs differ", "rms", factor=factor, train=here, validation=there)
         yield replace(differs, why=_WHY_DATA, next=_NEXT_DATA)
@@ -330,11 +330,11 @@ _NEXT_DATA = "Compare the transforms of both data sets, and the mean and the sta
 def _first_apart(
     evidence: Evidence, step: int, batchnorm: float, factor: float, gap: float, before: float
 ) -> tuple[View, float, float] | None:
-    """Return the first output whose size differs in a validation, with its rms in training and there."""
+    """Return the first output whose size differs in a validation, with its rms in training and in validation."""
     pairs = {}
     for site in evidence.validation.places:
         view = View(evidence, evidence.activations, site)
-        pair = _pair(view, step, gap) if view.path == "out" and not view.is_scalar else None  # that is a loss
+        pair = _pair(view, step, gap) if view.path == "out" and not view.is_scalar else None  # a scalar is a loss
         if pair is not None:
             pairs[view.module] = view, *pair
     for view, here, there, apart in pairs.values():
@@ -347,7 +347,7 @@ def _first_apart(
 
 
 def _is_worse(evidence: Evidence, worse: float) -> bool:
-    """Return True if a loss that is a module is larger in the last validation than in training."""
+    """Return True if the output of a loss module is larger in the last validation than in training."""
     train, validation = evidence.activations, evidence.validation
     for site in validation.places:
         if site in train.places and train.shapes[train.places[site]] == ():
@@ -358,7 +358,7 @@ def _is_worse(evidence: Evidence, worse: float) -> bool:
 
 
 def _pair(view: View, last: int, gap: float) -> tuple[float, float, float] | None:
-    """Return the rms in training, that in validation, and the distance of their logarithms.
+    """Return the rms in training, the rms in validation, and the distance of their logarithms.
 
     The change between the two nearest records of training, extrapolated to the step of the validation, is subtracted
     from the distance. None if the training was not recorded near that step.

@@ -17,7 +17,7 @@ _ANY = ("any",)
 
 
 def _loads(experts: list[View]) -> tuple[Floats, list[int]]:
-    """Return the share of each expert, ``[records, experts]``, and the steps, of the records that have all experts."""
+    """Return the load of each expert, ``[records, experts]``, and the steps. Only records with all experts count."""
     columns = [each.column("router_load") for each in experts]
     if len({len(values) for values, _ in columns}) != 1:
         return np.zeros((0, len(experts))), []
@@ -25,7 +25,7 @@ def _loads(experts: list[View]) -> tuple[Floats, list[int]]:
 
 
 def _effective(loads: Floats) -> Floats:
-    """Return the effective number of experts of each record: the exponential of the entropy of the load."""
+    """Return the effective number of experts in each record: the exponential of the entropy of the load."""
     found: Floats = np.exp(-np.sum(loads * np.log(np.where(loads > 0, loads, 1.0)), axis=1))
     return found
 
@@ -35,7 +35,7 @@ def _chosen(expert: View) -> float:
 
 
 def _scored_by(evidence: Evidence, router: str) -> tuple[str, ...]:
-    """Return the name of the layer that makes the scores of a router that is a function; none if it is not known."""
+    """Return the name of the layer that computes the scores of a functional router; empty if it is unknown."""
     step, (owner, _, function) = step_of(evidence), router.rpartition(".")
     for node in step.operations:
         if node.name == function.partition("#")[0] and step.owner(node) == owner:
@@ -64,7 +64,7 @@ def _scored_by(evidence: Evidence, router: str) -> tuple[str, ...]:
 def router_collapse(
     evidence: Evidence, *, persistence: int = 4, factor: float = 1.25, experts: float = 2.0
 ) -> Iterator[Finding]:
-    """Yield the routers that choose hardly more experts in all than for a single token."""
+    """Yield the routers that use hardly more experts for all tokens together than for a single token."""
     for name, members in layers_of(evidence, evidence.experts).items():
         loads, steps = _loads(members)
         chosen = _chosen(members[0]) if steps else 0.0
@@ -81,7 +81,7 @@ def router_collapse(
                 f"effectively {effective[-1]:.2g} experts, where a token chooses {chosen:.2g}"
             )
             numbers = {"effective": effective[-1], "chosen": chosen}
-            others = _scored_by(evidence, name)  # its large scores are those that prefer some experts
+            others = _scored_by(evidence, name)  # the scores of this layer prefer some experts
             yield best[0].found(verdict, "router_load", since=steps[first], others=others, parts=best, **numbers)
 
 

@@ -1,4 +1,4 @@
-"""Rules about gradients that vanish or explode on their way back."""
+"""Rules about gradients that vanish or explode in the backward pass."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def vanishing_gradient(
     correlation: float = 0.8,
     single: float = 0.6,
 ) -> Iterator[Finding]:
-    """Yield a loss of gradient from the last to the first layers."""
+    """Yield a finding if gradients vanish from the last to the first layers."""
     norms = gradient_norms(evidence.gradients)
     if len(norms) < modules or len(evidence.gradients) < persistence:
         return
@@ -73,7 +73,7 @@ def exploding_gradient(
     heads: float = 10.0,
     unexplained: float = 10.0,
 ) -> Iterator[Finding]:
-    """Yield a growth of the gradient from the last to the first layers."""
+    """Yield a finding if gradients grow from the last to the first layers."""
     norms = gradient_norms(evidence.gradients)
     small = _of_small_heads(evidence, norms, heads)
     norms = {site: norm for site, norm in norms.items() if site.name not in small}
@@ -93,7 +93,7 @@ def exploding_gradient(
         return
     name = site.name
     verdict += f", most of it between {name} and {before.name}, more than the weight of {name} explains"
-    # If the gradient of another input of this layer is far smaller, the backward pass of the layer is fine.
+    # If another input of this layer has a far smaller gradient, the backward pass of the layer is fine.
     feeds = [norms.get(Site(each, "out"), np.inf) for each in evidence.wiring.inputs.get(name, ())]
     site = before if min(feeds, default=np.inf) * unexplained < norms[before] else site
     following = f"Look at what uses the output of {before.name}: the terms of the loss, their signs, and factors."
@@ -106,9 +106,9 @@ class _Change:
 
     Args:
         order: The outputs in the order of execution.
-        rise: The mean logarithm of the first quarter, minus that of the last one.
-        correlation: The correlation of the ranks of the norms and of the places.
-        steps: The logarithm of each norm, minus that of the next one.
+        rise: The mean logarithm of the first quarter of the norms, minus the mean of the last quarter.
+        correlation: The rank correlation between norms and positions.
+        steps: The logarithm of each norm, minus the logarithm of the next norm.
     """
 
     order: list[Site]
@@ -131,10 +131,10 @@ def _change(evidence: Evidence, norms: Mapping[Site, float]) -> _Change:
 
 
 def _largest_growth(evidence: Evidence, name: str) -> float:
-    """Return a bound of the factor by which the weight of a linear layer or convolution makes the gradient grow.
+    """Return an upper bound of the factor by which a linear layer or convolution enlarges the gradient.
 
-    That is the Frobenius norm, times the square root of the number of places in the kernel. It is infinite if the
-    weight is not known, or if the module is none of these.
+    The bound is the Frobenius norm of the weight, times the square root of the number of kernel positions. It is
+    infinite if the weight is unknown, or if the module is of another kind.
     """
     weight = evidence.parameter(name, "weight")
     if not weight.kind.startswith(("Linear", "Conv")):
@@ -145,7 +145,7 @@ def _largest_growth(evidence: Evidence, name: str) -> float:
 
 
 def _of_small_heads(evidence: Evidence, norms: Mapping[Site, float], factor: float) -> set[str]:
-    """Return the modules that only lead to heads whose gradient is far below that of another head: another loss."""
+    """Return the modules that lead only to heads with a far smaller gradient than another head, as with two losses."""
     wiring = evidence.wiring
     pairs = pairs_of_heads(evidence, norms)
     small = {other.name for one, other in pairs if norms[one] > factor * norms[other]}

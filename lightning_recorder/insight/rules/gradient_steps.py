@@ -1,4 +1,4 @@
-"""The rule about one step in the gradients of equal blocks."""
+"""The rule about a single jump in the gradients along a stack of equal blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_recorder.records.table import Floats
 __all__ = ["GRADIENT_STEP"]
 
 GRADIENT_STEP = "gradient-step"
-"""The rule about a factor between the gradients of two blocks."""
+"""The rule about a jump between the gradients of two neighboring blocks."""
 
 _WHY_WITHOUT_SUM = "A factor in this block, a division by the spread of channels that are constant, or a detach()."
 _NEXT_WITHOUT_SUM = "Look at what is computed there, with which factors, and for channels that are all zero."
@@ -70,14 +70,14 @@ def gradient_step(
         is_large = abs(growth[place]) - others > np.log(factor) and not _is_learned(evidence, group, growth, quiet)
         if is_large or (len(group) >= many and _is_lone(evidence, group, growth, lone, quiet)):
             blocks = blocks_of([site.name for site in group])
-            # A factor at the end of a block and one at the beginning of the next one look the same in the gradients.
+            # In the gradients, a factor at the end of a block looks like a factor at the beginning of the next block.
             block = blocks[place if _has_other_code(evidence, blocks, place, place + 1) else place + 1]
             ends.setdefault(block, blocks[place])
             steps.setdefault(block, []).append((group[place], group[place + 1]))
     outliers = all_outliers(evidence) if steps else ()
     sick = [site.name for kind, _, _, _, site, _, _ in outliers if kind < FORWARD]
     for block, found in steps.items():
-        # What a block computes is nearer to the cause than its gradients.
+        # Findings about the outputs of a block are nearer to the cause than its gradients.
         if any(each.startswith((f"{block}.", *_before(block, groups))) for each in sick):
             continue
         same_sign = len({norms[site] > norms[behind] for site, behind in found}) == 1
@@ -100,10 +100,10 @@ def _before(block: str, groups: list[list[Site]]) -> Iterator[str]:
 
 
 def _is_learned(evidence: Evidence, group: list[Site], growth: Floats, quiet: float) -> bool:
-    """Return True if the gradient grows in the first block, and did not in the first record.
+    """Return True if the gradient grows in the first block, but did not in the first record.
 
-    A factor in the code is there from the start. A first block that learns to write a large residual stream has such
-    growth as well, since the normalizations behind it divide by the size of the stream.
+    A factor in the code has its effect from the start. A first block that learns to write a large residual stream has
+    such growth later, since the following normalizations divide by the size of the stream.
     """
     if np.argmax(np.abs(growth)) != 0 or growth[0] < 0:
         return False
@@ -113,7 +113,7 @@ def _is_learned(evidence: Evidence, group: list[Site], growth: Floats, quiet: fl
 
 
 def _is_lone(evidence: Evidence, group: list[Site], growth: Floats, lone: float, quiet: float) -> bool:
-    """Return True if one step between two inner blocks is larger than all others, in every record."""
+    """Return True if one jump between two inner blocks is larger than all others, in every record."""
     place = int(np.argmax(np.abs(growth)))
     others = np.abs(np.delete(growth, place))
     if place in (0, len(growth) - 1) or np.median(others) > np.log(quiet):
@@ -129,7 +129,7 @@ def _is_lone(evidence: Evidence, group: list[Site], growth: Floats, lone: float,
 
 
 def _has_other_code(evidence: Evidence, blocks: list[str], place: int, other: int) -> bool:
-    """Return True if the operations of a block differ from those of most blocks, and those of another one do not."""
+    """Return True if the operations of block ``place`` are unusual and those of block ``other`` are usual."""
     found = [evidence.wiring.operations.get(block, ()) for block in blocks]
     usual = Counter(found).most_common(1)[0][0]
     return bool(found[place] != usual and found[other] == usual)
@@ -138,9 +138,9 @@ def _has_other_code(evidence: Evidence, blocks: list[str], place: int, other: in
 def _grown(
     evidence: Evidence, block: str, site: Site, behind: Site, norms: Mapping[Site, float], *, end: str = ""
 ) -> Finding:
-    """Return the finding about a block behind which a gradient has one norm, and another one at a site before it.
+    """Return the finding about a block in which the gradient norm changes between the sites ``behind`` and ``site``.
 
-    If the site is in the block before, the cause may also be at the end of that block, which is ``end``.
+    If ``site`` is in the previous block, ``end``, the cause may also be at the end of that block.
     """
     here, after = norms[site], norms[behind]
     factor, way = (here / after, "grows") if here > after else (after / here, "shrinks")
@@ -162,7 +162,7 @@ def _grown(
 
 
 def _adds_branches(evidence: Evidence) -> bool:
-    """Return True if the model adds two tensors somewhere, as a residual connection does."""
+    """Return True if the model has a sum of two tensors, such as a residual connection."""
     graph = evidence.graph
     sums = (node for node in graph.nodes if node.name.strip("_") in ("add", "iadd"))
     return any(node.kind == "op" and len(graph.into(node)) > 1 for node in sums)
@@ -171,10 +171,10 @@ def _adds_branches(evidence: Evidence) -> bool:
 def _before_first(
     evidence: Evidence, norms: Mapping[Site, float], group: list[Site], factor: float
 ) -> tuple[Site, Site] | None:
-    """Return the site before the first block and the one behind it, if the norms there are too different.
+    """Return the sites before and after the first block, if the gradient norms there are too different.
 
-    The group must be what the blocks add to a residual stream, and the site what the first block adds it to: then both
-    feed the second block.
+    The group must be the outputs that the blocks add to a residual stream, and the site before must be the stream that
+    the first block adds to. Then both feed the second block.
     """
     table, wiring = evidence.gradients, evidence.wiring
     blocks = blocks_of([site.name for site in group])
@@ -189,12 +189,12 @@ def _before_first(
     size = evidence.medians(evidence.activations, "rms").get(stem, np.nan)
     logs = np.log([norms[site] for site in (stem, *group)])
     growth = -np.diff(logs)
-    # A normalization in the block divides by the size of the stream, and so multiplies the gradient.
+    # A normalization in the block divides by the size of the stream, which scales the gradient by the inverse.
     limit = factor * (max(1.0, 1.0 / size) if growth[0] > 0 else 1.0)
     is_large = abs(growth[0]) - float(np.abs(growth[1:]).max()) > np.log(limit)
     return (stem, group[0]) if is_large else None
 
 
 def _is_chain(evidence: Evidence, group: list[Site]) -> bool:
-    """Return True if each module feeds the next one. Heads with losses of their own, or experts, do not."""
+    """Return True if each module feeds the next one, unlike heads with separate losses, or experts."""
     return all(evidence.wiring.leads(site.name, after.name) for site, after in pairwise(group))

@@ -30,9 +30,9 @@ GRADIENT_CONSEQUENCES = {
     "barely-moves": ("any",),
     "unlike-siblings": ("any",),
 }
-"""The consequences of gradients that are lost or too small: rules, with the places of their modules."""
+"""The rules about consequences of lost or small gradients, with the relative positions of their modules."""
 
-_NO_GRAD = "(no_grad)"  # as the graph notes it
+_NO_GRAD = "(no_grad)"  # the note in the graph
 _WHY_LAST_BLOCK = "The block before has the same branch. A further block may use this one, and there is none."
 _NEXT_LAST_BLOCK = "Leave it out of the last block, or let it be: DDP then needs find_unused_parameters."
 _WHY_NO_GRAD = "A torch.no_grad(), or a checkpoint with use_reentrant=True whose inputs require no gradient."
@@ -41,11 +41,11 @@ _NEXT_ZERO_LOSS = "Look at the factors of the loss, and at what comes between th
 _FLAT = re.compile(r"(round|sign|floor|ceil|trunc|heaviside)_?")
 _WHY_FLAT = "A function with steps does not change where its input changes a little, so that nothing before it learns."
 _NEXT_FLAT = "Compute the loss without it, as a soft Dice loss of probabilities; round for metrics alone."
-_SMALLEST_NORMAL = 6.1e-5  # float16
+_SMALLEST_NORMAL = 6.1e-5  # of float16 numbers
 
 
 def without_gradient(evidence: Evidence, records: int) -> dict[str, bool]:
-    """Return the modules none of whose parameters ever had a gradient, with True if it was recorded as zero.
+    """Return the modules whose parameters never had a gradient, each with True if it was recorded as zero.
 
     Args:
         evidence: The evidence.
@@ -76,7 +76,7 @@ def trains(evidence: Evidence) -> bool:
     records=2,
 )
 def forgotten_parameter(evidence: Evidence, *, records: int = 2) -> Iterator[Finding]:
-    """Yield a finding about parameters without a gradient in modules of which another part is trained."""
+    """Yield a finding about parameters without a gradient in modules that are otherwise trained."""
     trained = {module for each in evidence.tensors if each.gradient for module in _around(each.name)}
     stopped = _stopped(evidence, records)
     found = [
@@ -98,7 +98,7 @@ _OF_RECURRENCE = re.compile(r"(weight|bias)_(ih|hh)_l(\d+)(_reverse)?")
 
 
 def _unread_states(evidence: Evidence, records: int) -> Iterator[Finding]:
-    """Yield the layers and the directions of recurrent modules whose states the loss does not read."""
+    """Yield the layers and directions of recurrent modules whose states do not affect the loss."""
     modules: dict[str, dict[tuple[str, ...], View]] = {}
     for each in evidence.tensors:
         part = _OF_RECURRENCE.fullmatch(each.path)
@@ -143,9 +143,9 @@ def _around(name: str) -> Iterator[str]:
 
 
 def _stopped(evidence: Evidence, records: int) -> dict[str, bool]:
-    """Return the called modules among those :func:`without_gradient`; all of them if no outputs are recorded.
+    """Return the called modules among those of :func:`without_gradient`; all of them if no outputs are recorded.
 
-    A gradient passes through a module of which all inner modules have one: only a parameter of its own is not used.
+    A module is left out if all its inner modules have gradients: then only a parameter of the module itself is unused.
     """
     called = {site.name for site in evidence.activations.places}
     found = without_gradient(evidence, records)
@@ -176,7 +176,7 @@ def _stopped(evidence: Evidence, records: int) -> dict[str, bool]:
     is_lasting=True,
 )
 def gradient_stops(evidence: Evidence, *, records: int = 2, blocks: int = 4) -> Iterator[Finding]:
-    """Yield one finding for each place at which the gradient stops."""
+    """Yield one finding for each module at which the gradient stops."""
     called = {site.name for site in evidence.activations.places}
     lost = _stopped(evidence, records)
     if not lost or not trains(evidence):
@@ -228,7 +228,7 @@ def gradient_stops(evidence: Evidence, *, records: int = 2, blocks: int = 4) -> 
 
 
 def _flat_after(evidence: Evidence, name: str) -> str:
-    """Return the function with steps, and its line, that the loss depends on behind a module."""
+    """Return the step function, such as round, between a module and the loss, with its code line."""
     step = step_of(evidence)
     made = {node.id for node in step.operations if step.owner(node) == name}
     for node in step.operations:
@@ -238,7 +238,7 @@ def _flat_after(evidence: Evidence, name: str) -> str:
 
 
 def _trained_before_last(evidence: Evidence, name: str, lost: Collection[str]) -> str:
-    """Return the equal layer of the block before the last one, if it is trained and the loss does not use this one."""
+    """Return the same layer of the previous block, if that is trained and the loss does not use this layer."""
     step = step_of(evidence)
     losses = [node for node in step.graph.nodes if node.kind == "backward"]
     used = set[int]().union(*(step.ancestors(node) for node in losses))
@@ -255,7 +255,7 @@ def _trained_before_last(evidence: Evidence, name: str, lost: Collection[str]) -
 
 
 def _is_unread(evidence: Evidence, name: str) -> bool:
-    """Return True if the recorded step computes the output of a module, and no operation takes it."""
+    """Return True if the recorded step computes the output of a module, but no operation uses it."""
     step = step_of(evidence)
     made = [node for node in step.operations if step.owner(node) == name and node.outputs]
     inside = {node.id for node in made}
@@ -263,7 +263,7 @@ def _is_unread(evidence: Evidence, name: str) -> bool:
 
 
 def _recorded_stops(evidence: Evidence, near: Set[str]) -> list[str]:
-    """Return at most two places where the gradient stops in the recorded graph, in a module around some modules."""
+    """Return at most two operations that stop the gradient in the graph, in modules that contain ``near`` modules."""
     found = []
     for each in evidence.graph.unused.stops:
         module = each.partition(" ")[0].rpartition("/")[0]  # as in "encoder/detach (detach) at net.py:42"
@@ -273,7 +273,7 @@ def _recorded_stops(evidence: Evidence, near: Set[str]) -> list[str]:
 
 
 def _alike(frontiers: dict[str, list[str]], fewest: int) -> list[list[tuple[str, list[str]]]]:
-    """Return the places at which the gradient stops, those in equal blocks together if there are several of them."""
+    """Group the modules at which the gradient stops: modules in equal blocks form one group if there are several."""
     blocks = {frontier: re.sub("[0-9]+", "#", frontier.rpartition(".")[0]) for frontier in frontiers}
     counts = Counter(blocks.values())
     found: dict[str, list[tuple[str, list[str]]]] = {}
@@ -285,7 +285,7 @@ def _alike(frontiers: dict[str, list[str]], fewest: int) -> list[list[tuple[str,
 
 
 def _without_containers(frontiers: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Join a module's own parameters with the modules inside of it that lack a gradient, too."""
+    """Merge each entry that lists only its own module into the first entry inside of that module, if there is one."""
     found = {frontier: list(names) for frontier, names in frontiers.items()}
     for frontier in frontiers:
         inside = [each for each in found if each != frontier and (not frontier or each.startswith(f"{frontier}."))]
@@ -295,16 +295,16 @@ def _without_containers(frontiers: dict[str, list[str]]) -> dict[str, list[str]]
 
 
 def last_behind(wiring: Wiring, names: Collection[str], reached: Collection[str]) -> dict[str, str]:
-    """Return for each module the last one behind it, along the edges, whose output gets no gradient either.
+    """Map each module to the last module downstream of it whose output gets no gradient either.
 
     Args:
         wiring: The edges.
         names: The modules.
-        reached: The modules whose outputs get a gradient. The others connect a module with those behind it, such as a
-            pooling between two layers.
+        reached: The modules whose outputs get a gradient. Paths run only through other modules, such as a pooling
+            between two layers.
     """
     found: dict[str, str] = {}
-    # From the last module on, each one gives its name to all that lead to it and have none yet.
+    # From the last module backward, each module is assigned to all upstream modules without an entry.
     for last in sorted({*wiring.inputs, *names}, key=lambda each: wiring.order.get(each, -1), reverse=True):
         if last in found:
             continue
@@ -319,10 +319,10 @@ def last_behind(wiring: Wiring, names: Collection[str], reached: Collection[str]
 
 
 def pairs_of_heads(evidence: Evidence, norms: Mapping[Site, float]) -> list[tuple[Site, Site]]:
-    """Return the pairs of modules that nothing follows, behind common layers, that with the larger gradient first."""
+    """Return the pairs of heads on common layers, each with the larger gradient first. No module follows a head."""
     wiring, step = evidence.wiring, step_of(evidence)
     heads = [site for site in norms if site.name in wiring.order and not wiring.outputs.get(site.name)]
-    # The result of the last update of a block may reach no loss.
+    # The result of a block's last update may not reach a loss.
     lead = {step.owner(node) for node in step.operations if node.id in step.gives_gradients}
     heads = [site for site in heads if not lead or any(f"{name}.".startswith(f"{site.name}.") for name in lead)]
     return [
@@ -351,7 +351,7 @@ def pairs_of_heads(evidence: Evidence, norms: Mapping[Site, float]) -> list[tupl
 def low_precision(
     evidence: Evidence, *, persistence: int = 2, share: float = 0.5, largest: float = 1e-3
 ) -> Iterator[Finding]:
-    """Yield the float16 gradients of which many values are below the smallest normal number."""
+    """Yield the float16 gradients with many values below the smallest normal number."""
     table = evidence.gradients
     for view in (View(evidence, table, site) for site in table.places):
         if view.dtype != "float16":
@@ -385,7 +385,7 @@ def low_precision(
 def gradient_spike(
     evidence: Evidence, *, factor: float = 20.0, of_largest: float = 10.0, of_earlier: float = 1.0, records: int = 5
 ) -> Iterator[Finding]:
-    """Yield a step whose gradients are far larger than those of the other records."""
+    """Yield a step whose gradients are far larger than in the other records."""
     table = evidence.parameters
     gradients = [each.gradient for each in evidence.tensors if each.gradient]
     if not gradients:
@@ -423,7 +423,7 @@ def gradient_spike(
     is_lasting=True,
 )
 def first_step_only(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the recurrences whose weight between the steps never gets a gradient, while that of their input does."""
+    """Yield recurrent layers whose hidden weight never gets a gradient, while their input weight does."""
     for node in evidence.graph.nodes:
         shape = node.inputs[0].shape if node.inputs and node.name in _RECURRENCES else ()
         if len(shape) != 3 or min(shape[:2]) < 2 or node.parent is None:

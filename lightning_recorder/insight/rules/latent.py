@@ -1,4 +1,4 @@
-"""The rules about random latent variables: whether they tell samples apart, and what the loss asks of them."""
+"""The rules about random latent variables: their variation between samples, and their terms in the loss."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def posterior_collapse(
     pairs = list(dict.fromkeys((mean, scale) for mean, scale, _ in _latents(evidence.graph, _learned(evidence))))
     outputs = [(evidence.output(mean), evidence.output(scale)) for mean, scale in pairs]
     since = [_collapse(mean, scale, records, most_nats, shrink, most_scale) for mean, scale in outputs]
-    if not since or None in since:  # hierarchical models do not use all of their variables
+    if not since or None in since:  # hierarchical models may leave some variables unused
         return
     mean, scale = pairs[0]
     names = f"outputs of {mean} and {scale} are" if mean != scale else f"output of {mean} is"
@@ -72,12 +72,12 @@ def posterior_collapse(
     is_lasting=True,
 )
 def latent_without_prior(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a random variable whose mean and scale the loss gets through its samples alone."""
+    """Yield a random variable whose mean and scale affect the loss only through its samples."""
     step, graph = step_of(evidence), evidence.graph
     latents = list(_latents(graph, _learned(evidence)))
     used = _before(step, [node for node in graph.nodes if node.kind == "backward"], set())
     ends = {sample.id for _, _, sample in latents}
-    # The operations from the layers to the samples. The noise has the shape of one of them.
+    # All operations between the layers and the samples. The noise takes its shape from one of them.
     known = _before(step, [sample for _, _, sample in latents], {name for pair in latents for name in pair[:2]})
     readers = [user for each in known - ends for user in step.users(graph[each]) if user.name not in _NOISE]
     if not latents or any(each.id in used - known for each in readers):
@@ -113,7 +113,7 @@ def latent_without_prior(evidence: Evidence) -> Iterator[Finding]:
     is_lasting=True,
 )
 def prior_pushed_away(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a random variable whose squared mean and variance the loss rewards."""
+    """Yield a random variable with a loss that falls as its squared mean or its variance grows."""
     step = step_of(evidence)
     learned = _learned(evidence)
     for mean, scale, sample in _latents(evidence.graph, learned):
@@ -146,7 +146,7 @@ def prior_pushed_away(evidence: Evidence) -> Iterator[Finding]:
     is_lasting=True,
 )
 def latent_scale(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a random variable whose samples have another scale than the loss, or whose scale is limited."""
+    """Yield a random variable whose scale is computed differently for samples and loss, or is limited."""
     step, learned = step_of(evidence), _learned(evidence)
     for power in step.operations:
         if power.name == "exp" and _is_deviation(step, power) and (limit := _limit(step, power)):
@@ -183,7 +183,7 @@ def latent_scale(evidence: Evidence) -> Iterator[Finding]:
             return
         if own is None or None in outside or not outside:
             continue
-        # Raw numbers must be those of the layer: a softplus or a square is a scale, too.
+        # Without an exponential, the scale must be the raw output of the layer: a softplus or a square is fine, too.
         if not inside and not _is_raw(step, sample, scale):
             continue
         if not any(math.isclose(each, 2 * own) for each in outside if each is not None):
@@ -211,12 +211,12 @@ _NEXT_LIMIT = (
 
 
 def _about(evidence: Evidence, mean: str, scale: str, verdict: str) -> Finding:
-    """Return a finding about the modules of mean and scale, which may be one."""
+    """Return a finding about the modules of mean and scale, which may be the same module."""
     return replace(found_in(evidence, mean, verdict), others=(scale,) if scale != mean else ())
 
 
 def _sides(step: RecordedStep, sample: Node) -> tuple[Edge, Edge]:
-    """Return the edges that give mean and scale to a sample."""
+    """Return the edges through which a sample gets its mean and its scale."""
     edges = step.graph.into(sample)
     if sample.name in _NOISE:
         return edges[0], edges[1]
@@ -230,7 +230,7 @@ def _is_noisy(step: RecordedStep, node: Node) -> bool:
 
 
 def _part(step: RecordedStep, edge: Edge) -> tuple[int, tuple[str, ...]]:
-    """Return the id of the layer behind an edge, with the part of its output that is taken."""
+    """Return the id of the layer that an edge starts from, with the slices of its output that are used."""
     parts: list[str] = []
     while True:
         node = step.graph[edge.source]
@@ -243,7 +243,7 @@ def _part(step: RecordedStep, edge: Edge) -> tuple[int, tuple[str, ...]]:
 
 
 def _is_deviation(step: RecordedStep, node: Node) -> bool:
-    """Return True if a squared error is divided by the square of some numbers, whose logarithm the loss has, too."""
+    """Return True for a standard deviation: its square divides a squared error, and the loss has its logarithm."""
     users = step.users(node)
     squares = {each.id for each in users if each.name in ("pow", "square", "__pow__")}
     divisors = [step.sources(each)[-1:] for each in step.operations if each.name in ("div", "__truediv__")]
@@ -253,7 +253,7 @@ def _is_deviation(step: RecordedStep, node: Node) -> bool:
 
 
 def _limit(step: RecordedStep, power: Node) -> str | None:
-    """Return the name of the activation without negative outputs that an exponential gets; None without any."""
+    """Return the name of the non-negative activation before an exponential; None if there is none."""
     source = step.behind(power)
     while source is not None and (factor := factor_of(source)) is not None:
         if factor < 0:
@@ -263,7 +263,7 @@ def _limit(step: RecordedStep, power: Node) -> str | None:
 
 
 def _exponent(step: RecordedStep, power: Node) -> float | None:
-    """Return the factor of a layer's output in an exponential; None if something else happens in between."""
+    """Return the constant factor between a layer's output and an exponential; None if there are other operations."""
     factor, node = 1.0, power
     while sources := step.sources(node):
         source = sources[0]
@@ -277,7 +277,7 @@ def _exponent(step: RecordedStep, power: Node) -> float | None:
 
 
 def _is_raw(step: RecordedStep, sample: Node, scale: str) -> bool:
-    """Return True if a product with noise takes the output of a layer, or a part of it, as it is."""
+    """Return True if noise is multiplied with the output of a layer, or a slice of it, without another function."""
     node = step.graph[_sides(step, sample)[1].source]
     while (keeps_values(node) or node.name in (*_SPLITS, "getitem")) and (sources := step.sources(node)):
         node = sources[0]
@@ -289,7 +289,7 @@ def _owner_of(step: RecordedStep, node: Node, learned: set[str]) -> str:
 
 
 def _before(step: RecordedStep, nodes: Sequence[Node], layers: set[str]) -> set[int]:
-    """Return the ids of nodes and of the operations that they follow from, up to those of some layers."""
+    """Return the ids of some nodes and of the operations before them, up to the operations of some layers."""
     found, todo = set(), list(nodes)
     while todo:
         node = todo.pop()
@@ -301,7 +301,7 @@ def _before(step: RecordedStep, nodes: Sequence[Node], layers: set[str]) -> set[
 
 
 def _is_decoded(step: RecordedStep, sample: Node) -> bool:
-    """Return True if a loss compares a target with what layers make of a sample."""
+    """Return True if a loss compares a target with the output of layers that decode a sample."""
     seen, todo = {sample.id}, [sample]
     while todo:
         for user in step.users(todo.pop()):
@@ -319,9 +319,9 @@ def _learned(evidence: Evidence) -> set[str]:
 
 
 def _latents(graph: Graph, learned: set[str], *, any_scale: bool = False) -> Iterator[tuple[str, str, Node]]:
-    """Yield the modules of mean and logarithmic scale of each random variable, mean + noise * exp(scale), with it.
+    """Yield the modules of mean and log scale, and the sample, of each random variable mean + noise * exp(scale).
 
-    With ``any_scale``, the scale need not be an exponential.
+    With ``any_scale``, the scale may also be computed without an exponential.
     """
     users: dict[int, list[Node]] = {}
     for edge in graph.edges:
@@ -347,7 +347,7 @@ def _others(graph: Graph, node: Node, known: Node) -> list[Node]:
 
 
 def _source(graph: Graph, nodes: list[Node], learned: set[str]) -> tuple[str, bool]:
-    """Return the learned module that made some values, through functions alone, and True if they are exponentials."""
+    """Return the learned module that nodes get their values from, and True if there is an exponential in between."""
     is_exponential = False
     while len(nodes) == 1 and nodes[0].kind == "op":
         node = nodes[0]

@@ -75,11 +75,11 @@ def maximized_loss(evidence: Evidence) -> Iterator[Finding]:
 _WHY_PUNISHED = "What is rewarded most becomes least likely."
 _NEXT_PUNISHED = "Return -(log_prob × rewards).mean()."
 _REWARDS = re.compile(r"(discounted_)?(rewards?|returns?|advantages?|advs?)")
-_SIGN_KEPT = ("mean", "std", "var", "div", "add", "sqrt", "sub")  # of rewards that are standardized
+_SIGN_KEPT = ("mean", "std", "var", "div", "add", "sqrt", "sub")  # functions that standardize rewards
 
 
 def _punished_actions(step: RecordedStep) -> tuple[Node, str] | None:
-    """Return the product of log-probabilities of actions and rewards of the batch that a loss makes smaller."""
+    """Return a product of action log-probabilities and rewards of the batch that is minimized."""
     for node in step.operations:
         sources = step.sources(node) if node.name == "mul" and step.signs.get(node.id) == {1} else []
         for one, other in both_ways(sources) if len(sources) == 2 else ():
@@ -94,13 +94,13 @@ def _punished_actions(step: RecordedStep) -> tuple[Node, str] | None:
 
 
 def own_name(node: Node) -> str:
-    """Return the name of a tensor of the batch in it, such as ``rewards`` of ``batch.rewards``."""
+    """Return the last part of a batch tensor's name, such as ``rewards`` for ``batch.rewards``."""
     return re.split(r"[.\[]", node.name)[-1].strip("]'\"").lower()
 
 
 def _keeps_sign(step: RecordedStep, node: Node) -> bool:
-    """Return True for an operation that leaves the order of rewards as it is."""
-    if node.name == "sub":  # of their mean from the rewards, and not of the rewards from it
+    """Return True for an operation that keeps the order of rewards."""
+    if node.name == "sub":  # True for rewards minus their mean, not for the mean minus rewards
         return len(sources := step.sources(node)) < 2 or sources[0].name != "mean"
     return node.name in _SIGN_KEPT or keeps_values(node) or (factor_of(node) or 0.0) > 0
 
@@ -110,10 +110,10 @@ _NEXT_ENTROPY = "Subtract the entropy: policy_loss - coefficient × entropy."
 
 
 def _lowered_entropy(step: RecordedStep) -> Node | None:
-    """Return the product of probabilities and their logarithms that a loss of a policy makes larger."""
+    """Return a product of probabilities and their logarithms that a policy loss maximizes."""
     products = [each for each in step.operations if each.name == "mul" and step.signs.get(each.id) == {-1}]
     pairs = [(each, *sources) for each in products if len(sources := step.sources(each)) == 2]
-    # The policy's gradient: log-probabilities of the actions times numbers without a gradient.
+    # The policy gradient: log-probabilities of actions times numbers without a gradient.
     chosen = [
         _logits(step, gathered)
         for _, *two in pairs
@@ -126,7 +126,7 @@ def _lowered_entropy(step: RecordedStep) -> Node | None:
                 one = step.sources(one)[0]
             if step.made_by(other).name != "softmax" or not _is_log_probability(step, one):
                 continue
-            # The probabilities of a teacher, and the outputs for other samples, make no entropy of the policy.
+            # Products with a teacher's probabilities, or across samples, are not the entropy of the policy.
             own = _logits(step, one)
             if _is_same(step, own, _logits(step, other)) and any(_is_same(step, own, each) for each in chosen):
                 return node
@@ -134,7 +134,7 @@ def _lowered_entropy(step: RecordedStep) -> Node | None:
 
 
 def _logits(step: RecordedStep, node: Node) -> Node:
-    """Return what the probabilities of a node, or their logarithms, are computed from."""
+    """Return the node with the logits from which probabilities, or their logarithms, are computed."""
     node = step.made_by(node)
     while node.name in ("gather", "log", "add", *CLAMPS) and (inner := step.behind(node)):
         node = inner
@@ -144,12 +144,12 @@ def _logits(step: RecordedStep, node: Node) -> Node:
 
 
 def both_ways(two: list[Node]) -> list[tuple[Node, Node]]:
-    """Return two nodes in both orders, for a product whose factors may be exchanged."""
+    """Return two nodes in both orders, for a commutative product."""
     return [(two[0], two[1]), (two[1], two[0])]
 
 
 def chosen_action(step: RecordedStep, node: Node) -> Node | None:
-    """Return the selection of the log-probabilities of actions that a node is; None if it is something else."""
+    """Return the node that selects the log-probabilities of actions, if a node is one; otherwise None."""
     node = step.made_by(node)
     while node.name == "getitem" or keeps_values(node):
         node = next(iter(step.sources(node)), node)
@@ -184,7 +184,7 @@ def _is_log_probability(step: RecordedStep, node: Node) -> bool:
     is_lasting=True,
 )
 def focal_weight(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the weights of a focal loss that grow with the probability, and those of the mean of a batch."""
+    """Yield focal-loss weights that grow with the probability, and weights computed from the mean loss of a batch."""
     step = step_of(evidence)
     for node in step.operations:
         sources = step.sources(node) if node.name in ("mul", "__mul__", "__rmul__") else []
@@ -201,7 +201,7 @@ def focal_weight(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _is_power_of_same(step: RecordedStep, weight: Node, term: Node) -> bool:
-    """Return True for a power of a probability and the logarithm of the same."""
+    """Return True if one node is a power and the other the logarithm of the same probability."""
     power, logarithm = step.made_by(weight), step.made_by(term)
     one, other = step.behind(power), step.behind(logarithm)
     if power.name not in ("pow", "__pow__", "square") or logarithm.name != "log" or one is None or other is None:
@@ -211,7 +211,7 @@ def _is_power_of_same(step: RecordedStep, weight: Node, term: Node) -> bool:
 
 
 def _weight_of_mean(step: RecordedStep, weight: Node, term: Node) -> str:
-    """Describe a weight, computed with p = exp(-loss), if that loss is the mean of several samples; empty otherwise."""
+    """Describe a weight with p = exp(-loss) whose loss is the mean over several samples; otherwise an empty string."""
     loss = step.made_by(term)
     is_mean = loss.name in LOSSES and loss.outputs and not loss.outputs[0].shape and shape_of(loss)
     if not is_mean or math.prod(shape_of(loss, 1) or (2,)) <= 1 or weight.id not in step.trained:
@@ -235,7 +235,7 @@ def _weight_of_mean(step: RecordedStep, weight: Node, term: Node) -> str:
     is_lasting=True,
 )
 def compared_with_itself(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the comparisons of two equal expressions, both of which have a gradient."""
+    """Yield the comparisons of two equal expressions that both have a gradient."""
     step = step_of(evidence)
     for node in step.operations:
         sources = step.sources(node) if node.name in _COMPARES or node.name in LOSSES else []
@@ -255,7 +255,7 @@ def compared_with_itself(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _common_origin(step: RecordedStep, node: Node, sources: list[Node]) -> Node | None:
-    """Return the layer whose output both sides of a term of the loss follow from, if no gradient passes it."""
+    """Return the layer from which both inputs of a loss term are computed, if no gradient passes the term."""
     if len(sources) != 2 or not step.signs.get(node.id) or any(each.id in step.trained for each in sources):
         return None
     origins = set()
@@ -264,7 +264,7 @@ def _common_origin(step: RecordedStep, node: Node, sources: list[Node]) -> Node 
             (each,) = inner
         origins.add(each)
     (origin,) = origins if len(origins) == 1 else (node,)
-    # A cross-entropy of a teacher with itself turns that of the student with the teacher into a divergence.
+    # Subtracting a teacher's own entropy turns the cross-entropy of student and teacher into a divergence.
     targets = {
         each
         for other in step.operations
@@ -283,7 +283,7 @@ _FRESH = re.compile(
 
 
 def _is_same(step: RecordedStep, one: Node, other: Node) -> bool:
-    """Return True if two nodes are the same tensor, or the same function of such tensors."""
+    """Return True if two nodes are the same tensor, or the same function of the same tensors."""
     todo = [(one, other)]
     seen = set()
     while todo:
@@ -296,7 +296,7 @@ def _is_same(step: RecordedStep, one: Node, other: Node) -> bool:
         sources = step.sources(left), step.sources(right)
         if not is_alike or _FRESH.fullmatch(left.name) or left.note != right.note or len(sources[0]) != len(sources[1]):
             return False
-        # The places of a result with several tensors are not known, and a constant tensor may be another one.
+        # Which of several result tensors is used is unknown, and constant tensors may differ.
         if not sources[0] or len(left.outputs) != 1 or left.outputs != right.outputs:
             return False
         todo += zip(*sources, strict=True)
@@ -315,7 +315,7 @@ def _is_same(step: RecordedStep, one: Node, other: Node) -> bool:
     is_lasting=True,
 )
 def derivative_without_graph(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the derivatives that a loss gets without their own gradient."""
+    """Yield the derivatives in a loss that were computed without ``create_graph=True``."""
     step = step_of(evidence)
     for node in evidence.graph.nodes:
         if node.kind != "backward" or "create_graph" not in node.note or "parameter" not in step.roots[node.id]:
@@ -324,7 +324,7 @@ def derivative_without_graph(evidence: Evidence) -> Iterator[Finding]:
         while todo:
             user = todo.pop()
             is_layer = any(each.kind == "parameter" for each in step.sources(user))
-            # The weight of a term may follow from derivatives, and is a constant then.
+            # The weight of a term may be computed from derivatives, and is then a constant.
             is_weight = user.name in ("mul", "div", "multiply", "divide") and any(
                 each.id in step.trained for each in step.sources(user)
             )

@@ -1,4 +1,4 @@
-"""Rules about what the function of a loss gets: shapes, logits and probabilities."""
+"""Rules about the inputs of loss functions: shapes, logits and probabilities."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from lightning_recorder.insight.rule import GRAPH, rule
 
 _ANY = ("any",)
 
-_CUTS_OFF = re.compile(r"(relu|hardtanh|relu6|softplus|sigmoid|hardsigmoid|tanh)_?")  # not all numbers are outputs
+_CUTS_OFF = re.compile(r"(relu|hardtanh|relu6|softplus|sigmoid|hardsigmoid|tanh)_?")  # activations with a limited range
 CLAMPS = ("clamp", "clip", "clamp_", "clip_")
 _NO_PROBABILITY = re.compile(r"(relu|relu6|softplus|tanh|hardtanh)_?|linear|conv\dd")
-_NO_PROBABILITIES = re.compile(rf"sigmoid_?|{_NO_PROBABILITY.pattern}")  # of several classes
-_POWERS = ("pow", "square", "abs", "__pow__")  # of a difference, in a loss that is written by hand
+_NO_PROBABILITIES = re.compile(rf"sigmoid_?|{_NO_PROBABILITY.pattern}")  # no distribution over several classes
+_POWERS = ("pow", "square", "abs", "__pow__")  # the functions of a difference in a loss written as a formula
 DIFFERENCES = ("sub", "__sub__", "__rsub__", "rsub")
 
 
@@ -48,7 +48,7 @@ DIFFERENCES = ("sub", "__sub__", "__rsub__", "rsub")
     is_lasting=True,
 )
 def loss_shapes(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the losses whose prediction and target have shapes that broadcast, and weights of samples behind a mean."""
+    """Yield losses whose prediction and target broadcast, and sample weights that multiply a mean."""
     step = step_of(evidence)
     for node in step.operations:
         if (shape := _weights_of_mean(step, node)) is not None:
@@ -88,7 +88,7 @@ _NEXT_WEIGHTS = 'Pass reduction="none" to the loss, multiply with the weights, a
 
 
 def _weights_of_mean(step: RecordedStep, loss: Node) -> Shape | None:
-    """Return the shape of the weights, one for each target, that the mean of a loss is multiplied with."""
+    """Return the shape of per-target weights that are multiplied with the mean of a loss; None if there are none."""
     targets = shape_of(loss, 1)
     if loss.name not in LOSSES or not targets or not loss.outputs or loss.outputs[0].shape:
         return None
@@ -98,7 +98,7 @@ def _weights_of_mean(step: RecordedStep, loss: Node) -> Shape | None:
             continue
         weights = sources[0] if sources[1] is loss else sources[1]
         shape = weights.outputs[0].shape if weights.outputs else ()
-        # Weights of the batch; what the model returns may be an uncertainty that scales a loss.
+        # Only weights of the batch count. An output of the model may be an uncertainty that scales a loss.
         if shape in (targets, targets[:1]) and shape[0] > 1 and step.roots[weights.id] == {"input"}:
             return shape
     return None
@@ -109,12 +109,12 @@ _NEXT_PARTS = "Flatten the gradient first: grad.flatten(1).norm(2, dim=1)."
 
 
 def _norms_of_entries(step: RecordedStep, node: Node) -> Shape | None:
-    """Return the shape of the norms of a gradient that a term of the loss compares with 1, if they are of parts."""
+    """Return the shape of the gradient norms in a gradient penalty, if there is more than one norm per sample."""
     shape = node.outputs[0].shape if node.outputs else ()
     gradient = step.behind(node) if "norm" in node.name else None
     if gradient is None or gradient.kind != "backward" or sum(size > 1 for size in shape) < 2:
         return None
-    # A field has one value for each point, and the gradient of each of them has its own norm.
+    # A field has one value for each point, and the gradient of each value has a norm.
     value = next(iter(step.sources(gradient)), gradient)
     value = (step.behind(value) or value) if value.name == "sum" else value
     if not value.outputs or math.prod(value.outputs[0].shape) == math.prod(shape):
@@ -125,15 +125,15 @@ def _norms_of_entries(step: RecordedStep, node: Node) -> Shape | None:
 
 
 def _is_error(step: RecordedStep, node: Node) -> bool:
-    """Return True for the difference of a prediction and a target, in a loss that is written by hand."""
+    """Return True for a difference of prediction and target that broadcasts by mistake, in a hand-written loss."""
     sources = step.sources(node)
     one, other = (shape_of(node), shape_of(node, 1)) if len(node.inputs) == 2 else (None, None)
     if node.name not in DIFFERENCES or len(sources) != 2 or not one or not other:
         return False
-    # A column and a vector with the same samples; fewer dimensions alone may be meant.
+    # Only a column and a vector with the same samples count; other missing dimensions may be intended.
     if not 1 < one[0] == other[0] or {one, other} != {(one[0],), (one[0], 1)}:
         return False
-    # Pairs of predictions, as in a ranking loss, are meant.
+    # Pairs of predictions, as in a ranking loss, are intended.
     predicts = ["parameter" in step.roots[each.id] for each in sources]
     is_given = any("input" in step.roots[each.id] for each, one in zip(sources, predicts, strict=True) if not one)
     if sorted(predicts) != [False, True] or not is_given:
@@ -144,7 +144,7 @@ def _is_error(step: RecordedStep, node: Node) -> bool:
 
 
 def _broadcast(one: Shape, other: Shape) -> Shape:
-    """Return the shape to which torch expands two shapes."""
+    """Return the shape to which torch broadcasts two shapes."""
     most = max(len(one), len(other))
     filled = [(1,) * (most - len(shape)) + shape for shape in (one, other)]
     return tuple(max(sizes) for sizes in zip(*filled, strict=True))
@@ -166,7 +166,7 @@ def _broadcast(one: Shape, other: Shape) -> Shape:
     is_lasting=True,
 )
 def cut_off_logits(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the activations that limit what a loss expects to be without limits."""
+    """Yield the activations that limit the range of logits or scores."""
     step = step_of(evidence)
     yield from _cut_off_scores(evidence, step)
     for node in step.operations:
@@ -207,7 +207,7 @@ def cut_off_logits(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _cut_off_scores(evidence: Evidence, step: RecordedStep) -> Iterator[Finding]:
-    """Yield the activation of a critic: its mean scores of some samples are made larger, of others smaller."""
+    """Yield the activation after a critic, whose mean scores are raised for some samples and lowered for others."""
     scores: dict[str, list[tuple[Node, int]]] = {}
     for node in step.operations:
         source, signs = step.behind(node), step.signs.get(node.id, set())
@@ -237,7 +237,7 @@ _NEXT_DROPPED = "Put the dropout before the last linear layer."
 
 
 def _dropout_before(step: RecordedStep, loss: Node) -> Node | None:
-    """Return the active dropout between the last layer and a loss, through changes of the shape."""
+    """Return an active dropout between the last layer and a loss, skipping changes of shape."""
     node = next(iter(step.sources(loss)), None)
     while node is not None and keeps_values(node):
         is_off = "False" in (setting(node, "training"), setting(node, "train")) or setting(node, "p") in ("0", "0.0")
@@ -259,7 +259,7 @@ def _dropout_before(step: RecordedStep, loss: Node) -> Node | None:
     is_lasting=True,
 )
 def scaled_twice(evidence: Evidence, *, factor: float = 2.0) -> Iterator[Finding]:
-    """Yield the losses whose logits are multiplied with the same number twice."""
+    """Yield the losses whose logits are multiplied by the same number twice."""
     step = step_of(evidence)
     for node in step.operations:
         if node.name not in ("cross_entropy", "log_softmax"):
@@ -291,7 +291,7 @@ def scaled_twice(evidence: Evidence, *, factor: float = 2.0) -> Iterator[Finding
     is_lasting=True,
 )
 def cosine_logits(evidence: Evidence, *, share: float = 0.3) -> Iterator[Finding]:
-    """Yield the losses that get cosines as logits, with the least loss that these can have."""
+    """Yield the losses that get cosines as logits, with the smallest loss that cosines allow."""
     step = step_of(evidence)
     for node in step.operations:
         shape, source = shape_of(node), step.behind(node) if node.name == "cross_entropy" else None
@@ -325,10 +325,10 @@ _NEXT_PAIRS = "Leave out the diagonal: logits.fill_diagonal_(-inf), or masked_fi
 
 
 def _is_product_with_itself(step: RecordedStep, node: Node) -> bool:
-    """Return True for the product of a matrix with itself transposed."""
+    """Return True for the product of a matrix and its own transpose."""
     sources = [step.made_by(each) for each in step.sources(node)]
     is_product = node.name in ("matmul", "mm", "linear", "__matmul__")
-    # The two parts of chunk, split and unbind are different vectors.
+    # Outputs of chunk, split and unbind are different vectors.
     is_one = len(sources) == 2 and sources[0] is sources[1] and len(sources[0].outputs) == 1
     return is_product and is_one and sources[0].kind == "op"
 
@@ -348,7 +348,7 @@ def _is_product_with_itself(step: RecordedStep, node: Node) -> bool:
     ),
 )
 def overlap_of_logits(evidence: Evidence, *, persistence: int = 4, negative: float = 0.1) -> Iterator[Finding]:
-    """Yield the losses by overlap that get negative numbers for probabilities."""
+    """Yield the overlap losses, such as Dice, that get negative numbers instead of probabilities."""
     step = step_of(evidence)
     for node in step.operations:
         if node.name != "div" or len(sources := step.sources(node)) != 2 or node.id < step.last_layer:
@@ -369,7 +369,7 @@ def overlap_of_logits(evidence: Evidence, *, persistence: int = 4, negative: flo
 
 
 def _terms(step: RecordedStep, node: Node) -> list[Node]:
-    """Return what the sums of a part of a loss consist of, and the nodes on the way, up to layers and inputs."""
+    """Return the nodes of an expression in a loss, up to layers and inputs."""
     found, todo = [], [node]
     while todo:
         found.append(todo.pop())
@@ -390,7 +390,7 @@ def _terms(step: RecordedStep, node: Node) -> list[Node]:
     is_lasting=True,
 )
 def no_log_softmax(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the losses whose prediction is no logarithm of probabilities, or whose target has no probabilities."""
+    """Yield losses whose prediction is not a log-probability, or whose target is not a probability."""
     step = step_of(evidence)
     for node in step.operations:
         if node.name not in ("nll_loss", "ctc_loss", "kl_div"):
@@ -422,7 +422,7 @@ _NEXT_TARGET = "Apply softmax to the target, or log_softmax and pass log_target=
     is_lasting=True,
 )
 def one_class(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the softmax functions over a single entry."""
+    """Yield each softmax over a single entry."""
     step = step_of(evidence)
     for node in step.operations:
         shape = shape_of(node)

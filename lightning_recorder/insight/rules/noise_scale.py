@@ -1,4 +1,4 @@
-"""The gradient noise scale, from the gradients of the batches that a step takes the mean of."""
+"""The gradient noise scale, from the gradients of the single batches that a step averages."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class NoiseScale(NamedTuple):
     """A noise scale with an interval that contains it with a probability of 95 %.
 
     Args:
-        value: The estimate; infinity if the gradient cannot be told from zero.
-        low: The lower end.
-        high: The upper end; infinity if it is unknown.
+        value: The estimate; infinity if the gradient cannot be distinguished from zero.
+        low: The lower end of the interval.
+        high: The upper end of the interval; infinity if it is unknown.
     """
 
     value: float
@@ -47,9 +47,9 @@ def noise_scale(whole: Floats, single: Floats, batches: int) -> NoiseScale:
     Student's t.
 
     Args:
-        whole: The squared norms of the gradients of steps, ``[records]``.
-        single: The means of the squared norms of the gradients of their batches, ``[records]``.
-        batches: The number of batches of a step; at least 2.
+        whole: The squared gradient norm of each step, ``[records]``.
+        single: The mean over the batches of a step of the squared gradient norms, ``[records]``.
+        batches: The number of batches in a step; at least 2.
 
     Example:
         >>> noise_scale(np.full(8, 2.0), np.full(8, 5.0), 4)  # |G|² = 1 and tr Σ = 4
@@ -61,7 +61,7 @@ def noise_scale(whole: Floats, single: Floats, batches: int) -> NoiseScale:
     t = _student(records - 1)
     (of_noise, both), (_, of_signal) = np.cov(noise, signal) * t * t / records
     mean_noise, mean_signal = float(noise.mean()), float(signal.mean())
-    # The interval has the ratios r for which mean(noise - r * signal) may be zero: a r² - 2 b r + c <= 0.
+    # The interval contains the ratios r for which mean(noise - r * signal) may be zero: a r² - 2 b r + c <= 0.
     a, b, c = mean_signal**2 - of_signal, mean_noise * mean_signal - both, mean_noise**2 - of_noise
     root = math.sqrt(max(0.0, b * b - a * c))
     value = mean_noise / mean_signal if mean_signal > 0 else math.inf
@@ -71,13 +71,13 @@ def noise_scale(whole: Floats, single: Floats, batches: int) -> NoiseScale:
 
 
 def _student(freedom: int) -> float:
-    """Return the quantile of Student's t for an interval of 95 %, within 1 % from 4 degrees of freedom on."""
+    """Return the quantile of Student's t for a 95 % interval. The error is below 1 % from 4 degrees of freedom on."""
     z = 1.959964
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
 class _Norms(NamedTuple):
-    """The squared norms of each parameter, ``[records, parameters]`` each, and the steps of the records."""
+    """The squared gradient norms of each parameter, ``[records, parameters]``, and the steps of the records."""
 
     whole: Floats
     single: Floats
@@ -99,7 +99,7 @@ class _Norms(NamedTuple):
     records=8,
 )
 def gradient_noise(evidence: Evidence, *, fewest: int = 8, wide: float = 10.0) -> Iterator[Finding]:
-    """Yield a note with the noise scale of the model and that of its blocks, if the gradients of batches are known."""
+    """Yield a note with the noise scales of the model and its blocks, if the gradients of single batches are known."""
     about = evidence.parameters.about
     batches, size = (int(about.get(name) or 0) for name in ("batches", "batch_size"))
     norms = _norms(evidence, batches) if batches > 1 else None
@@ -148,7 +148,7 @@ def gradient_noise(evidence: Evidence, *, fewest: int = 8, wide: float = 10.0) -
 
 
 def _norms(evidence: Evidence, batches: int) -> _Norms | None:
-    """Return the norms in the records in which each rank has run as many batches as the step takes the mean of."""
+    """Return the norms in the records with a complete step: each rank has run all batches that the step averages."""
     table = evidence.parameters
     sites = [each for each in table.places if each.path.endswith(_BATCH)]
     pairs = [(each, Site(each.name, each.path.removesuffix(_BATCH) + _GRAD)) for each in sites]
@@ -157,7 +157,7 @@ def _norms(evidence: Evidence, batches: int) -> _Norms | None:
         return None
     count, rms = table.get("count"), table.get("rms")
     singles, wholes = ([table.places[pair[side]] for pair in pairs] for side in (0, 1))
-    # A parameter that a batch does not use has no gradient, which counts as zero.
+    # If a batch does not use a parameter, its missing gradient counts as zero.
     with np.errstate(invalid="ignore", divide="ignore"):
         passes = count[:, singles] / count[:, wholes]
     most = np.nan_to_num(np.nanmax(np.where(np.isfinite(passes), passes, 0.0), axis=1))
@@ -180,7 +180,7 @@ def _scale(norms: _Norms, rows: slice, places: range | list[int], batches: int) 
 
 
 def _block_of(name: str) -> str:
-    """Return the outermost block of a list that has the module, or else its own name.
+    """Return the outermost block of a list that contains the module, or else the name of the module.
 
     Example:
         >>> _block_of("model.h.3.attn.c_attn"), _block_of("model.wte")
@@ -191,7 +191,7 @@ def _block_of(name: str) -> str:
 
 
 def _trace(evidence: Evidence, norms: _Norms, batches: int, samples: int, fewest: int) -> Trace:
-    """Return the noise scale of each window of records, which is the curve of the note."""
+    """Return the noise scale in windows of records, as the curve of the note."""
     windows = max(1, min(20, len(norms.steps) // fewest))
     rows = [part.tolist() for part in np.array_split(np.arange(len(norms.steps)), windows)]
     every = range(len(norms.names))

@@ -1,4 +1,4 @@
-"""The rule about values that are not finite: where the first one arose."""
+"""The rule about non-finite values: where the first one arose."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_recorder.records.table import Floats
 
 __all__ = ["first_bad_step"]
 
-# They return what they are given, so a NaN in their output came from elsewhere if there is another candidate.
+# These modules only pass a NaN on, so any other candidate is a more probable origin.
 _PASSIVE = ("ReLU", "Dropout", "Identity", "Flatten", "Dropout1d", "Dropout2d", "LeakyReLU", "GELU", "SiLU", "Tanh")
 
 
@@ -29,7 +29,7 @@ def first_bad_step(evidence: Evidence) -> int | None:
 
 
 def _does_harm(evidence: Evidence, step: int, harmless: int) -> bool:
-    """Return False if enough later records have finite gradients and parameters, so that only outputs had a NaN."""
+    """Return False if only outputs had a NaN, and enough later records have finite gradients and parameters."""
     table = evidence.parameters
     later = [each for each in table.steps if each > step]
     return len(later) < harmless or any(_nan_steps(each) for each in (table, evidence.gradients))
@@ -40,14 +40,14 @@ def _nan_steps(table: History) -> list[int]:
 
 
 def _rows_with(table: History, statistic: str) -> NDArray[np.bool_]:
-    """Return True for each row in which some site has a count above zero, ``[steps]``."""
+    """Return True for each record in which the statistic is above zero at some site, ``[steps]``."""
     counts: Floats = np.nan_to_num(table.get(statistic))
     found: NDArray[np.bool_] = counts.max(axis=1, initial=0.0) > 0
     return found
 
 
 def _bad(table: History, step: int, *, only_nan: bool = False) -> dict[Site, float]:
-    """Return the number of values that are not finite, or only of NaN, at each site with any, in order of execution."""
+    """Return the number of non-finite values (or only of NaN) at each site with any, in the order of execution."""
     if step not in table.steps:
         return {}
     row = table.steps.index(step)
@@ -77,7 +77,7 @@ def non_finite(evidence: Evidence, *, harmless: int = 2) -> Iterator[Finding]:
         found = _first(evidence, step)
         yield found if _does_harm(evidence, step, harmless) else replace(found, severity="warning")
         return
-    # Infinities alone, such as those of a mask, do no harm.
+    # Infinities alone, such as in a mask, do no harm.
     for table, what in ((evidence.activations, "output"), (evidence.gradients, "gradient")):
         rows = _rows_with(table, "inf_count")
         if rows.any():
@@ -106,7 +106,7 @@ def _first(evidence: Evidence, step: int) -> Finding:
         paths = [each.path for each in evidence.inputs_of(site.name) if step in evidence.inputs.steps]
         if paths:
             clean = f"; its inputs ({', '.join(paths)}) are finite"
-        else:  # the code between the modules may do something else at this step than in the graph
+        else:  # at this step, the code between the modules may differ from the recorded graph
             modules = ", ".join(each for each in fed if each != INPUT)
             so = "" if INPUT in fed else ", so it arose in this module or in an operation before it"
             clean = f"; the modules before it ({modules}) are finite{so}" if modules else ""
@@ -149,17 +149,17 @@ def _from_parameters(evidence: Evidence, step: int, spoiled: list[Site]) -> Find
 
 
 def _origin(evidence: Evidence, bad: list[Site]) -> tuple[Site, list[str]]:
-    """Return the site whose badness explains that of all others, and the modules that feed it if all are finite.
+    """Return the site that explains all other non-finite sites, and the modules that feed it if they are all finite.
 
     Args:
         evidence: The evidence.
-        bad: The sites that are not finite, in the order of execution of their record.
+        bad: The non-finite sites, in their order of execution in the record.
 
-    Each call of a module is tried as the origin: the modules after it should be bad, and no others.
+    Each call of a module is tried as the origin: all modules downstream of it should be non-finite, and no others.
     """
     wiring, names = evidence.wiring, {site.name for site in bad}
     usual = sorted(bad, key=lambda site: evidence.activations.places[site])
-    if not wiring.has_graph and bad != usual:  # this record ran in another order than the first one
+    if not wiring.has_graph and bad != usual:  # the order of execution differs from that of the first record
         return bad[0], []
     recorded = {site.name for site in evidence.activations.places}
     outside = {name for name in names if name in wiring.order}
@@ -167,7 +167,8 @@ def _origin(evidence: Evidence, bad: list[Site]) -> tuple[Site, list[str]]:
     best: tuple[float, bool, int] | None = None
     chosen, missed = "", len(outside - last.keys())
     for call, name in enumerate(wiring.calls):
-        # This call explains none of the bad modules before it, nor do later ones. If all are bad, the first is enough.
+        # Neither this call nor a later one explains bad modules before it. If all modules are bad, the first call
+        # suffices.
         if best is not None and missed > best[0]:
             break
         missed += name in outside and last[name] == call
@@ -178,7 +179,7 @@ def _origin(evidence: Evidence, bad: list[Site]) -> tuple[Site, list[str]]:
             if best is None or rank < best:
                 best, chosen = rank, name
     first = bad[0]
-    # A module that calls others, whose calls are all fine, is at fault itself; its record comes before the next call.
+    # A bad module whose inner modules are all fine is the origin itself. Its record comes before the next call.
     if not chosen or _is_outer(evidence, first, chosen, names):
         return first, []
     fed = wiring.inputs.get(chosen, []) if wiring.has_graph else []
@@ -196,7 +197,7 @@ def _from_backward(evidence: Evidence, step: int, bad: dict[Site, float]) -> Fin
     row = table.steps.index(step)
     present = ~np.isnan(table.get("count")[row])
     finite = [site for site, there in zip(table.places, present, strict=True) if there and site not in bad]
-    # The backward pass of a module whose output has a finite gradient gave a producer a bad one.
+    # A module with a finite output gradient whose producer has a bad gradient: its backward pass is at fault.
     guilty = [site for site in finite if names.intersection(wiring.inputs.get(site.name, ()))]
     if guilty:
         site = max(guilty, key=lambda each: wiring.order.get(each.name, table.places[each]))

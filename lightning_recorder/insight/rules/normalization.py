@@ -41,7 +41,7 @@ _NORMS = re.compile(r"BatchNorm\dd|GroupNorm|InstanceNorm\dd|LayerNorm|RMSNorm|S
     },
 )
 def norm_ineffective(evidence: Evidence, *, persistence: int = 2, ratio: float = 1.5) -> Iterator[Finding]:
-    """Yield the normalizations whose output does not have the scale that their weight gives it."""
+    """Yield the normalization layers whose output scale does not agree with their weight."""
     for view in evidence.outputs:
         weight = evidence.parameter(view.module, "weight")
         if not _NORMS.fullmatch(view.kind) or not weight or view.path != "out":
@@ -52,7 +52,7 @@ def norm_ineffective(evidence: Evidence, *, persistence: int = 2, ratio: float =
         if len(common) < persistence:
             continue
         values, low, high = (each[: len(common)] for each in (values[here], low[there], high[there]))
-        # Weights that are nearer to 0 than to 1 may be offsets from 1, as in Gemma and xLSTM.
+        # Weights nearer to 0 than to 1 may be offsets from 1, as in Gemma and xLSTM.
         is_offset = (high < 0.5) & (values < ratio * (1 + high)) & (values * ratio > 1 - high)
         if ((values > ratio * high) | (values * ratio < low))[-persistence:].all() and not is_offset[
             -persistence:
@@ -67,8 +67,8 @@ def norm_ineffective(evidence: Evidence, *, persistence: int = 2, ratio: float =
 def _expected_rms(output: View) -> tuple[Floats, Floats, NDArray[np.int64]]:
     """Return the smallest and the largest rms that the weight and the bias of a normalization allow, and the steps.
 
-    A BatchNorm normalizes each channel, so that the rms is known. A LayerNorm normalizes all features together, so that
-    features with a small weight may have all of the variance.
+    A BatchNorm normalizes each channel, so the rms is known. A LayerNorm normalizes all features together, so features
+    with a small weight may have nearly all of the variance.
     """
     weight, bias = (output.evidence.parameter(output.module, path) for path in ("weight", "bias"))
     is_per_sample = "LayerNorm" in output.kind or "RMSNorm" in output.kind
@@ -97,7 +97,7 @@ def _expected_rms(output: View) -> tuple[Floats, Floats, NDArray[np.int64]]:
 def running_statistics(
     evidence: Evidence, *, persistence: int = 3, factor: float = 4.0, stays: float = 0.8, first_step: int = 50
 ) -> Iterator[Finding]:
-    """Find running statistics that do not change, and compare others with the mean and the std of what feeds them."""
+    """Yield layers whose running statistics never change or disagree with the mean and std of their inputs."""
     unchanged = _unchanged(evidence, persistence, first_step)
     for site in evidence.parameters.places:
         if site in unchanged:
@@ -107,13 +107,14 @@ def running_statistics(
             continue
         feeds = evidence.wiring.inputs.get(site.name, []) if site.path == "running_var" else []
         calls = evidence.wiring.calls_of
-        # The record of a layer that is called more often than the norm has the outputs of the other calls, too.
+        # If the feeding layer is called more often than the norm, its record also contains outputs that the norm does
+        # not get.
         if len(feeds) != 1 or feeds[0] == INPUT or len(calls.get(feeds[0], ())) > max(len(calls.get(site.name, ())), 1):
             continue
         steps, distances = _distances(evidence, site.name, evidence.output(feeds[0]))
         if len(steps) < 2 * persistence or steps[-1] < first_step:
             continue
-        # In the beginning the running statistics follow from 0 and 1, so the distance shrinks.
+        # Running statistics begin at 0 and 1, so the distance shrinks at first.
         first, last = distances[0], distances[-persistence:]
         if last.min() > np.log(factor) and last[-1] > stays * first:
             verdict = (
@@ -124,14 +125,14 @@ def running_statistics(
 
 
 def _unchanged(evidence: Evidence, persistence: int, first_step: int) -> dict[Site, int]:
-    """Return the running variances that stay equal, in train mode, each with the number of those that change."""
+    """Return the running variances that never change in train mode, each with the number of those that do."""
     table = evidence.parameters
     if len(table) < persistence or table.steps[-1] < first_step:
         return {}
     mean, variance = RUNNING_STATISTICS
     sites = [site for site in table.places if site.path == variance and Site(site.name, mean) in table.places]
     same = {site for site in sites if _is_constant(table, site.name)}
-    # In eval mode they stay as they are.
+    # In eval mode, running statistics are not updated.
     away = {each.module for each in evidence.outputs if len(each.eval_mode)}
     called = {each.module for each in evidence.outputs if len(each.rms) >= persistence} - away
     return {site: len(sites) - len(same) for site in same if len(same) < len(sites) and site.name in called}
@@ -144,7 +145,7 @@ def _is_constant(table: History, name: str) -> bool:
 
 
 def _distances(evidence: Evidence, name: str, feed: View) -> tuple[list[int], Floats]:
-    """Return the distance of the logarithms of the rms that the running statistics and the inputs have, with steps."""
+    """Return the steps, and the log distance between the rms from the running statistics and the rms of the inputs."""
     mean, variance = (evidence.parameter(name, path) for path in RUNNING_STATISTICS)
     columns = [mean.column("rms"), variance.column("mean"), feed.column("rms")]
     steps = sorted(set.intersection(*(set(at.tolist()) for _, at in columns)))
@@ -170,7 +171,7 @@ def _distances(evidence: Evidence, name: str, feed: View) -> tuple[list[int], Fl
 def norm_momentum(
     evidence: Evidence, *, new: float = 0.9, small: float = 1e-3, share: float = 0.5, first_step: int = 50
 ) -> Iterator[Finding]:
-    """Yield the layers whose running statistics are those of the last batch, or still the ones that they began with."""
+    """Yield the layers whose running statistics are nearly those of the last batch, or nearly the initial ones."""
     step = step_of(evidence)
     found = []
     for node in step.operations:
@@ -183,7 +184,7 @@ def norm_momentum(
         if not len(steps) or steps[-1] < first_step:
             continue
         kept = float((1 - momentum) ** (steps[-1] + 1))
-        # New statistics are 0 and 1, those of a pretrained model are not.
+        # New running statistics are 0 and 1, unlike those of a pretrained model.
         is_new = abs(middle[0] - 1) < share and spread[0] < share
         if new <= momentum < 1:
             verdict = f"the running statistics of {name} consist to {momentum:.0%} of the last batch"
@@ -209,7 +210,7 @@ def norm_momentum(
     is_lasting=True,
 )
 def norm_of_two(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the layers that normalize over one value, and those over two values, if all do."""
+    """Yield the layers that normalize over one value, or over two values if all normalization layers do."""
     step = step_of(evidence)
     single = [each for each in step.operations if _values_of(each) == 1]
     if single:
@@ -234,7 +235,7 @@ _NEXT_ONE = "Use fewer groups, a LayerNorm over the features, or no normalizatio
 
 
 def _values_of(node: Node) -> int:
-    """Return the number of values that a group_norm or layer_norm normalizes together; 0 if it is not known."""
+    """Return the number of values that a group_norm or layer_norm normalizes together; 0 if it is unknown."""
     shape = shape_of(node) or ()
     if node.name == "group_norm" and len(shape) > 1 and (groups := setting(node, "num_groups")).isdigit():
         return prod(shape[1:]) // int(groups)
@@ -258,7 +259,7 @@ def _values_of(node: Node) -> int:
     ),
 )
 def zero_norm(evidence: Evidence, *, least: float = 0.05, fewest: int = 4) -> Iterator[Finding]:
-    """Yield the normalizations whose first output is nearly zero, if layers alone take it."""
+    """Yield the normalization layers whose first output is nearly zero and is used only by linear or conv layers."""
     step = step_of(evidence)
     norms = {step.owner(node): node for node in step.operations if node.name.endswith("_norm")}
     found = []

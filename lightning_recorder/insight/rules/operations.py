@@ -1,4 +1,4 @@
-"""Rules about the operations of the recorded step: their order, and along which dimension they work."""
+"""Rules about the operations of the recorded step: their order and their dimensions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _PRODUCTS = ("matmul", "bmm")
 _MASKS = ("masked_fill", "where", "add", "clamp")
 _CLOSE = 0.01
-_FEWEST = 2  # layers of attention
+_FEWEST = 2  # the least number of attention layers
 _ALIKE = {
     ATTENTION,
     *("embedding", "linear", "addmm", "matmul", "bmm", "softmax", "layer_norm", "rms_norm", "masked_fill"),
@@ -47,7 +47,7 @@ _ALIKE = {
     *("add", "iadd", "radd", "sub", "mul", "imul", "rmul", "div", "truediv", "mean", "var"),
     *("split", "chunk", "unbind", "expand", "repeat_interleave", "cat"),
 }
-"""The functions that treat all positions alike, as far as the tensors that they take do."""
+"""The functions that treat all positions alike if their inputs do."""
 _INVERTED_BY = re.compile(r"ne|__ne__|not_equal")
 
 
@@ -63,7 +63,7 @@ _INVERTED_BY = re.compile(r"ne|__ne__|not_equal")
     is_lasting=True,
 )
 def no_activation(evidence: Evidence, *, share: float = 0.99) -> Iterator[Finding]:
-    """Yield a finding if linear layers follow each other directly, and a note if only some of them do."""
+    """Yield a finding if all linear layers follow each other directly, and a note if only some do."""
     step = step_of(evidence)
     linear = [node for node in step.operations if node.name == "linear"]
     pairs = [(source, node) for node in linear if (source := _linear_before(step, node)) is not None]
@@ -74,16 +74,16 @@ def no_activation(evidence: Evidence, *, share: float = 0.99) -> Iterator[Findin
     more = f"; {len(pairs)} pairs of layers are like this" if len(pairs) > 1 else ""
     verdict = f"{step.owner(second)} directly follows {step.owner(first)} (weights {shapes}){more}: together they "
     found = found_in(evidence, step.owner(second), f"{verdict}compute what one linear layer can", pairs=len(pairs))
-    # A pair in a network with activations costs time and little else.
+    # A single pair in a network with activations only costs time.
     is_all = len(pairs) >= share * (len(linear) - 1)
     yield found if is_all else replace(found, severity="note")
 
 
 def _linear_before(step: RecordedStep, node: Node) -> Node | None:
-    """Return the linear layer whose outputs a linear layer takes as they are, if nothing else reads them."""
+    """Return the linear layer that directly feeds another linear layer, if it has no other users."""
     width = (shape_of(node) or (0,))[-1:]
     source = next(iter(step.sources(node)), None)
-    # Exchanged dimensions make the second layer mix other entries than the first one, as in an MLP-Mixer.
+    # After a transpose, the second layer mixes other entries than the first one, as in an MLP-Mixer.
     while source is not None and keeps_values(source) and source.outputs and source.outputs[0].shape[-1:] == width:
         if re.fullmatch(r"transpose|permute|movedim|swapaxes|m?[tT]", source.name):
             return None
@@ -91,15 +91,15 @@ def _linear_before(step: RecordedStep, node: Node) -> Node | None:
     if source is None or source.kind != "op" or source.name != "linear":
         return None
     is_narrow = _is_bottleneck(shape_of(source, 1), shape_of(node, 1))
-    # Another reader, such as a residual connection, makes the inner layer useful on its own.
+    # With another user, such as a residual connection, the first layer is not redundant.
     is_read_once = len(list(step.readers(source))) == 1
-    # Fixed weights are a transform of the input, and a layer that is called twice is a recurrence.
+    # A layer with fixed weights is a transform of the input, and a layer that is called twice is a recurrence.
     weights = [_trained_weight(step, each) for each in (source, node)]
     return source if is_read_once and None not in weights and weights[0] != weights[1] and not is_narrow else None
 
 
 def _trained_weight(step: RecordedStep, layer: Node) -> int | None:
-    """Return the id of the first parameter of a layer; None if it has none, or if it is frozen."""
+    """Return the id of the first parameter of a layer; None if there is none or it is frozen."""
     parameters = [each for each in step.sources(layer) if each.kind == "parameter"]
     return parameters[0].id if parameters and "frozen" not in parameters[0].note else None
 
@@ -122,7 +122,7 @@ def _is_bottleneck(inner: Shape | None, outer: Shape | None) -> bool:
     is_lasting=True,
 )
 def single_unit(evidence: Evidence, *, outputs: int = 3) -> Iterator[Finding]:
-    """Yield a finding if each sample is a single number between two layers, and the model returns several."""
+    """Yield a finding if each sample is reduced to one number between two layers, but the model returns several."""
     step = step_of(evidence)
     inputs = {node.id for node in evidence.graph.nodes if node.kind == "input"}
     for loss in step.operations:
@@ -152,7 +152,7 @@ _KEEPS_UNITS = re.compile(r"(leaky_|p)?relu6?_?|gelu|silu|elu|selu|tanh_?|sigmoi
 
 
 def _layer_before(step: RecordedStep, node: Node) -> Node | None:
-    """Return the layer of several inputs whose output becomes the input of another layer through activations."""
+    """Return the layer with several inputs before another layer, skipping activations."""
     source = step.behind(node)
     while source is not None and (_KEEPS_UNITS.fullmatch(source.name) or source.name in _SELECTS):
         source = step.behind(source)
@@ -161,7 +161,7 @@ def _layer_before(step: RecordedStep, node: Node) -> Node | None:
 
 
 def _ancestors_without(step: RecordedStep, node: Node, cut: Node) -> set[int]:
-    """Return the ids of the nodes that a node depends on, but not through another node."""
+    """Return the ids of the nodes that a node depends on along paths that avoid the node ``cut``."""
     found, todo = set[int](), [node]
     while todo:
         for source in step.sources(todo.pop()):
@@ -185,7 +185,7 @@ def _ancestors_without(step: RecordedStep, node: Node, cut: Node) -> set[int]:
     is_lasting=True,
 )
 def along_batch(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the functions and recurrences that run along the batch."""
+    """Yield the functions and recurrent layers that run along the batch dimension."""
     step = step_of(evidence)
     descriptions = [_of_classes]
     if step.batch:
@@ -199,11 +199,11 @@ def along_batch(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _of_classes(step: RecordedStep, node: Node) -> str:
-    """Describe a softmax of images or sequences whose reader takes dimension 1 for the classes."""
+    """Describe a softmax of images or sequences over another dimension than 1, where the loss expects the classes."""
     shape, dimension = shape_of(node), softmax_dimension(node)
     if node.name != "log_softmax" or shape is None or len(shape) < 3 or dimension in (None, 1):
         return ""
-    # A loss that gets the output as it is, not in another shape.
+    # Only a loss that gets the output in the same shape counts.
     if not any(user.name == "nll_loss" and shape_of(user) == shape for user in step.users(node)):
         return ""
     return (
@@ -217,7 +217,7 @@ def _of_softmax(step: RecordedStep, node: Node) -> str:
     shape = shape_of(node)
     if node.name not in ("softmax", "log_softmax") or shape is None or len(shape) != 2 or shape[1] == 1:
         return ""
-    # The logits of pairs of samples, as in contrastive learning, are square.
+    # Square logits may be those of all pairs of samples, as in contrastive learning.
     if shape[0] != step.batch or shape[0] == shape[1] or softmax_dimension(node) != 0:
         return ""
     logs = [user for user in step.readers(node) if user.name in ("log", "add", "clamp")]
@@ -229,12 +229,12 @@ def _of_softmax(step: RecordedStep, node: Node) -> str:
 
 
 def _of_recurrence(step: RecordedStep, node: Node) -> str:
-    """Describe a recurrent layer that takes the samples of the batch for steps in time."""
+    """Describe a recurrent layer that treats the samples of the batch as time steps."""
     shape = shape_of(node)
     if node.name not in _RECURRENT or shape is None or len(shape) != 3 or not node.outputs:
         return ""
     hidden = shape_of(node, 1)
-    # The states have one row for each sequence.
+    # The hidden state has one row for each sequence.
     if shape[0] != step.batch or shape[1] in (1, shape[0]) or hidden is None or hidden[-2] != shape[1]:
         return ""
     return (
@@ -244,12 +244,12 @@ def _of_recurrence(step: RecordedStep, node: Node) -> str:
 
 
 def _of_attention(step: RecordedStep, node: Node) -> str:
-    """Describe an attention layer that takes the samples of the batch for the positions of a sequence."""
+    """Describe an attention layer that treats the samples of the batch as positions of a sequence."""
     shape = shape_of(node)
-    # The function gets [positions, samples, features], also from a layer with batch_first, which exchanges them before.
+    # The function gets [positions, samples, features]. A layer with batch_first transposes its input before the call.
     if node.name != "multi_head_attention_forward" or shape is None or len(shape) != 3 or shape[0] != step.batch:
         return ""
-    # A single sequence of samples is meant, and parts of samples, as windows, are a multiple of them.
+    # A single sequence of all samples is intended. Windows of samples are a multiple of the batch size.
     if shape[1] == 1 or shape[1] % step.batch == 0 or "input" not in step.roots[node.id]:
         return ""
     return (
@@ -262,11 +262,11 @@ _TO_ROWS = re.compile(r"(index|scatter)_(add|reduce)_?")
 
 
 def _of_mean(step: RecordedStep, node: Node) -> str:
-    """Describe a mean over the samples that replaces each sample: nothing else reads what is averaged."""
+    """Describe a mean over the samples that replaces each sample: the averaged tensor has no other users."""
     shape, sources = shape_of(node), step.sources(node)
     dimensions = setting(node, "dim").strip("()[],")
     if _TO_ROWS.fullmatch(node.name) and node.outputs and node.outputs[0].shape[:1] == (1,) and sources:
-        # All nodes of a batch of graphs become one.
+        # A pooling of all nodes of a batch of graphs into one row.
         shape, sources, dimensions = shape_of(node, len(node.inputs) - 1), sources[-1:], "0"
     elif node.name not in ("mean", "sum") or not shape or shape[0] != step.batch:
         return ""
@@ -296,7 +296,7 @@ def _of_whole(step: RecordedStep, node: Node) -> str:
     if node.name not in ("div", "__truediv__", "div_") or len(sources) != 2 or not shape or shape[0] != step.batch:
         return ""
     centered, scale = sources
-    # Beside a small number that is added, or a root of a variance.
+    # Skip an added epsilon and the root of a variance.
     while scale.name in ("add", "sqrt", "clamp") and len(inner := step.sources(scale)) == 1:
         (scale,) = inner
     if centered.name not in _DIFFERENCES or scale.name not in ("std", "var") or scale.outputs[0].shape:
@@ -304,7 +304,7 @@ def _of_whole(step: RecordedStep, node: Node) -> str:
     of_mean, of_scale = step.sources(centered), step.sources(scale)
     if len(of_mean) != 2 or of_mean[0].id != of_scale[0].id or of_mean[1].name != "mean" or of_mean[1].outputs[0].shape:
         return ""
-    # A batch that is normalized before the first layer, and returns or scores that no layer takes, are left out.
+    # A batch that is normalized before the first layer, and values after the last layer, such as returns, are fine.
     if not {"input", "parameter"} <= step.roots[node.id] or not _feeds_a_layer(step, node):
         return ""
     return (
@@ -314,7 +314,7 @@ def _of_whole(step: RecordedStep, node: Node) -> str:
 
 
 def _feeds_a_layer(step: RecordedStep, node: Node) -> bool:
-    """Return True if a function with a parameter follows; the model may run again for something else."""
+    """Return True if a function with a parameter follows on a node."""
     todo, seen = [node], {node.id}
     for each in todo:
         users = [user for user in step.users(each) if user.id not in seen]
@@ -332,7 +332,7 @@ def _of_normalize(step: RecordedStep, node: Node) -> str:
         return ""
     if setting(node, "dim") not in ("0", str(-len(shape))) or not {"input", "parameter"} <= step.roots[node.id]:
         return ""
-    # If no layer takes it, a correlation of features is normalized like this, and products of samples are not.
+    # Without a following layer, this is right for a correlation of features, but not for products of samples.
     pairs = [user for user in step.readers(node) if user.name in ("matmul", "mm", "__matmul__")]
     is_of_samples = any(each.outputs and each.outputs[0].shape == (step.batch, step.batch) for each in pairs)
     if not _feeds_a_layer(step, node) and not (is_of_samples and shape[-1] != step.batch):
@@ -341,7 +341,7 @@ def _of_normalize(step: RecordedStep, node: Node) -> str:
 
 
 def _of_position(step: RecordedStep, node: Node) -> str:
-    """Describe a tensor of the model that gives each sample of the batch an offset of its own."""
+    """Describe a tensor of the model that adds a different offset to each sample of the batch."""
     if node.name not in ("add", "add_", "__add__", "__iadd__") or len(node.inputs) != 2 or not step.batch:
         return ""
     sources = step.sources(node)
@@ -372,7 +372,7 @@ def _of_position(step: RecordedStep, node: Node) -> str:
     is_lasting=True,
 )
 def sees_the_target(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding if the targets are the inputs shifted by one position, and no attention is masked."""
+    """Yield a finding if the targets are the inputs shifted by one position, but no attention has a mask."""
     step = step_of(evidence)
     if not any(node.name == "cross_entropy" and _is_shifted(step, node) for node in step.operations):
         return
@@ -400,7 +400,7 @@ def _is_shifted(step: RecordedStep, loss: Node) -> bool:
     roots = step.sources(target)
     if not roots or roots[0].kind != "input":
         return False
-    # The same tensor, without the last position, is what the model reads.
+    # The model must read the same tensor, usually without the last position.
     users = [each for each in step.users(roots[0]) if each is not target]
     return any(each.name in ("getitem", "embedding") for each in users)
 
@@ -418,7 +418,7 @@ def _is_shifted(step: RecordedStep, loss: Node) -> bool:
     is_lasting=True,
 )
 def no_softmax(evidence: Evidence) -> Iterator[Finding]:
-    """Yield products of three tensors that are attention but for the softmax, up to a scale and a mask."""
+    """Yield attention without a softmax: a product of queries, keys and values, maybe with a scale and a mask."""
     step = step_of(evidence)
     found = [node for node in step.operations if node.name in _PRODUCTS and _gets_plain_scores(step, node)]
     if found:
@@ -431,7 +431,7 @@ def no_softmax(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _gets_plain_scores(step: RecordedStep, node: Node) -> bool:
-    """Return True if the first side of a product is one of queries and keys, with a constant scale and maybe a mask."""
+    """Return True if the first factor of a product is the scores of queries and keys, scaled and maybe masked."""
     shape, is_scaled = shape_of(node), False
     scores = next(iter(step.sources(node)), None)
     if not is_attention(shape):
@@ -463,7 +463,7 @@ def _gets_plain_scores(step: RecordedStep, node: Node) -> bool:
     is_lasting=True,
 )
 def no_positions(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding if nothing in a transformer of tokens depends on their order, but for a mask."""
+    """Yield a finding if nothing but a mask in a transformer depends on the order of the tokens."""
     step = step_of(evidence)
     layers = [last for last, _ in attention_layers(step)]
     if len(layers) < _FEWEST:
@@ -477,7 +477,7 @@ def no_positions(evidence: Evidence) -> Iterator[Finding]:
     counts = {prod(shape_of(node, 1) or ()) for node in step.operations if node.name in ("cross_entropy", "nll_loss")}
     if not counts & {prod(shape), shape[0] * (shape[1] - 1)}:
         return
-    # A mask with a row for each query, unlike one of padding, depends on the order.
+    # A mask with one row per query depends on the order, unlike a padding mask.
     masks = [_given(step, node) for node in nodes if node.name.strip("_") in ("masked_fill", ATTENTION)]
     has_mask = any(setting(node, "is_causal") == "True" for node in nodes) or any(
         meta.shape[-2:] == (shape[1], shape[1]) for each in masks for meta in each
@@ -491,13 +491,13 @@ def no_positions(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _treats_positions_alike(step: RecordedStep, node: Node, length: int) -> bool:
-    """Return True for an operation that cannot tell positions apart."""
+    """Return True for an operation that does not distinguish between positions."""
     name = node.name.strip("_")
     if name not in _ALIKE and not keeps_values(node):
         return False
     given = _given(step, node)
     if name in ("masked_fill", ATTENTION):
-        # A mask is True or False, and a bias of the scores has numbers.
+        # A mask is boolean. A tensor of numbers is a bias of the scores.
         return all(meta.dtype == "bool" for meta in given)
     if name in ("mean", "var", "cat"):
         return setting(node, "dim").strip("()[], ") == "-1"
@@ -505,7 +505,7 @@ def _treats_positions_alike(step: RecordedStep, node: Node, length: int) -> bool
 
 
 def _given(step: RecordedStep, node: Node) -> list[TensorMeta]:
-    """Return the tensors that an operation takes besides those that the model has made of its input."""
+    """Return the input tensors of an operation that the model has not computed from its input."""
     sources = [each for each in step.sources(node) if not {"input", "parameter"} <= step.roots[each.id]]
     return [each.outputs[0] for each in sources if each.outputs]
 
@@ -530,7 +530,7 @@ _SUMS_OF_TWO = ("add", "radd", "iadd")
     is_lasting=True,
 )
 def wrong_positions(evidence: Evidence, *, positions: int = 4) -> Iterator[Finding]:
-    """Yield encodings of positions that are cut off below the length of the sequence, or that are in random order."""
+    """Yield position encodings that are shorter than the sequence or in random order."""
     step = step_of(evidence)
     found = []
     for node in step.operations:
@@ -549,7 +549,7 @@ def wrong_positions(evidence: Evidence, *, positions: int = 4) -> Iterator[Findi
 
 
 def _counts_positions(step: RecordedStep, node: Node) -> bool:
-    """Return True for whole numbers that were counted from 0, and not for a difference of them."""
+    """Return True for integers that count from 0, and False for their differences."""
     if not node.outputs or not node.outputs[0].dtype.startswith("int"):
         return False
     while node.kind == "op" and node.name != "arange":
@@ -564,7 +564,7 @@ def _counts_positions(step: RecordedStep, node: Node) -> bool:
 
 
 def _encoders(step: RecordedStep, node: Node) -> list[Node]:
-    """Return the operations that encode positions for the tokens; empty if the positions choose from an input."""
+    """Return the operations that encode positions for the tokens; empty if the positions index an input instead."""
     found, todo, seen = [], [node], {node.id}
     length = node.outputs[0].shape[-1]
     while todo:
@@ -580,13 +580,13 @@ def _encoders(step: RecordedStep, node: Node) -> list[Node]:
 
 
 def _joins_tokens(step: RecordedStep, node: Node, length: int) -> bool:
-    """Return True if a sum takes an encoding and the tokens of the model's input, or a product a rotation and them."""
+    """Return True if an encoding is added to the tokens of the model's input, or a rotation multiplied with them."""
     joins = _SUMS_OF_TWO if node.name == "embedding" else (*_SUMS_OF_TWO, "mul", "rmul")
     todo, seen = [node], {node.id}
     while todo:
         encoding = todo.pop()
         shape = encoding.outputs[0].shape if encoding.outputs else ()
-        # The first of three dimensions is that of the samples, which may have a number each, as steps of a diffusion.
+        # The first of three dimensions is the batch. Samples may have one number each, such as a diffusion step.
         is_of_tokens = length in (shape[:-1] if len(shape) == 2 else shape[1:-1])
         for user in step.users(encoding):
             others = [each for each in step.sources(user) if each.id not in seen and each.outputs]
@@ -614,7 +614,7 @@ def _joins_tokens(step: RecordedStep, node: Node, length: int) -> bool:
     explains=dict.fromkeys(("unlike-siblings", "loss-of-a-guess", "scale-jump"), _ANY),
 )
 def embedding_scale(evidence: Evidence, *, factor: float = 2.0, times: float = 10.0) -> Iterator[Finding]:
-    """Yield embeddings of tokens that are multiplied with a large number before those of positions are added."""
+    """Yield token embeddings that are multiplied by a large number before position embeddings are added."""
     step = step_of(evidence)
     for node in step.operations:
         sides = step.sources(node) if node.name in _SUMS_OF_TWO else []
@@ -640,7 +640,7 @@ def embedding_scale(evidence: Evidence, *, factor: float = 2.0, times: float = 1
 
 
 def _embedded(step: RecordedStep, node: Node) -> Iterator[tuple[Node, float, float]]:
-    """Yield the embeddings in a sum, with their constant factors inside and outside of the module of the embedding."""
+    """Yield the embeddings in a sum, with their constant factors inside and outside of the embedding module."""
     factors: list[tuple[str, float]] = []
     while True:
         scale = factor_of(node)
@@ -673,7 +673,7 @@ def _embedded(step: RecordedStep, node: Node) -> Iterator[tuple[Node, float, flo
     is_lasting=True,
 )
 def inverted_mask(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding if attention leaves out the tokens that are not padding."""
+    """Yield a finding if an attention mask hides the real tokens instead of the padding."""
     step = step_of(evidence)
     embeddings = [node for node in step.operations if node.name == "embedding"]
     padding = {setting(node, "padding_idx") for node in embeddings} - {"", "None"}
@@ -705,14 +705,14 @@ def inverted_mask(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _is_low(value: str) -> bool:
-    """Return True for a number that a softmax makes zero."""
+    """Return True for a number that a softmax turns into zero."""
     return value == "float('-inf')" or (
         re.fullmatch(r"-(inf|[\d.]+(e\+?\d+)?)", value) is not None and float(value) < -1e3
     )
 
 
 def _of_triangle(step: RecordedStep, fill: Node, mask: Node) -> str:
-    """Describe a causal mask that leaves out the past: the lower triangle, or what is not in the upper one."""
+    """Describe a causal mask that hides the past: the lower triangle, or the negated upper triangle."""
     sources = step.sources(mask)
     is_negated = mask.name in ("invert", "bitwise_not", "logical_not") or (
         mask.name in ("eq", "__eq__") and setting(mask, "other") in ("0", "0.0", "False")
@@ -744,7 +744,7 @@ def _of_triangle(step: RecordedStep, fill: Node, mask: Node) -> str:
 def padding_is_read(
     evidence: Evidence, *, persistence: int = 8, padding: float = 0.3, spread: float = 0.1
 ) -> Iterator[Finding]:
-    """Yield a finding if the state after the padding of a sequence is read, and says nothing about the sample."""
+    """Yield a finding if the state after the padding of a sequence is used, and hardly differs between samples."""
     step = step_of(evidence)
     for node in step.operations:
         tokens, states = step.behind(node) if node.name in _RECURRENT else None, shape_of(node, 1)
@@ -753,7 +753,7 @@ def padding_is_read(
         zeros = evidence.output(step.owner(tokens)).zero_fraction[-persistence:]
         for user in step.users(node):
             index = setting(user, "index").replace(" ", "") if user.name == "getitem" else ""
-            # The states at the end of all positions have a shape of their own, as in h[-1].
+            # The final hidden states, as in h[-1], have another shape than the states of all positions.
             if not (index.startswith(":,-1") or (states is not None and shape_of(user) == states)):
                 continue
             for name in dict.fromkeys(step.owner(each) for each in step.readers(user)):
@@ -783,7 +783,7 @@ def padding_is_read(
 def unused_codes(
     evidence: Evidence, *, persistence: int = 8, share: float = 0.05, reached: int = 20
 ) -> Iterator[Finding]:
-    """Yield a finding if the nearest rows of a code book are nearly always the same few ones."""
+    """Yield a finding if only a few rows of a code book are ever the nearest ones."""
     step = step_of(evidence)
     parameters = {each.name: each for each in evidence.tensors}
     for node in step.operations:
@@ -824,7 +824,7 @@ def unused_codes(
     is_lasting=True,
 )
 def encoder_cut_off(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a code book whose nearest rows a loss gets without a way for the gradient to the encoder."""
+    """Yield a code book whose nearest rows reach a loss, while no gradient reaches the encoder."""
     step = step_of(evidence)
     for node in step.operations:
         sources = step.sources(node)
@@ -853,7 +853,7 @@ def encoder_cut_off(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _with_gradient(step: RecordedStep, node: Node) -> set[int]:
-    """Return the ids of a node and of those that a gradient reaches from it."""
+    """Return the ids of a node and of all nodes that a gradient reaches from this node."""
     found, todo = {node.id}, [node]
     while todo:
         each = todo.pop()
@@ -876,7 +876,7 @@ def _with_gradient(step: RecordedStep, node: Node) -> set[int]:
     is_lasting=True,
 )
 def exchanged_samples(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding if the samples change their order before the model, and the targets do not."""
+    """Yield a finding if the inputs are reordered before the model, but the targets are not."""
     step = step_of(evidence)
     for node in step.operations:
         order = _order_of(step, node)
@@ -903,7 +903,7 @@ def exchanged_samples(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _order_of(step: RecordedStep, node: Node) -> Node | None:
-    """Return what gives a tensor the order of its samples; None if a node does something else."""
+    """Return the node with the indices, if a node reorders all samples of a tensor; otherwise None."""
     sources = step.sources(node) if node.name in ("getitem", "index_select") else []
     order = step.made_by(sources[1]) if len(sources) == 2 else None
     if order is None or order.name not in ("sort", "argsort", "randperm") or not node.outputs:
@@ -927,7 +927,7 @@ def _order_of(step: RecordedStep, node: Node) -> Node | None:
     is_lasting=True,
 )
 def exchanged_by_view(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the views whose output has two sizes of the input in exchanged places, or rows across the classes."""
+    """Yield views that seem to exchange two dimensions of the input, or whose rows mix classes and positions."""
     step = step_of(evidence)
     found = []
     for node in step.operations:
@@ -976,7 +976,7 @@ def exchanged_by_view(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _skips_an_exchange(shape: Shape, other: Shape) -> bool:
-    """Return True if heads are joined to features across the positions, or split from them and put before these."""
+    """Return True if a view joins or splits attention heads without the transpose of heads and positions."""
     short, long = sorted((shape, other), key=len)
     if len(long) != len(short) + 1 or len(short) < 3:
         return False
@@ -986,10 +986,10 @@ def _skips_an_exchange(shape: Shape, other: Shape) -> bool:
 
 
 def _targets_of_images(step: RecordedStep, node: Node) -> Shape | None:
-    """Return the shape of the targets of a view that makes rows for a loss of logits with the classes in dimension 1.
+    """Return the shape of the targets, if a view makes rows for the loss from logits with the classes in dimension 1.
 
-    The targets have this shape before they are flattened. If the last dimension of the logits has the same size, the
-    classes may be there.
+    This is the shape before the targets are flattened. If the last dimension of the logits has the same size, it may
+    have the classes, so None is returned.
     """
     shape, rows = shape_of(node) or (), node.outputs[0].shape
     if len(shape) < 3 or len(rows) != 2 or rows[1] != shape[1] or shape[1] == shape[-1]:
@@ -1004,7 +1004,7 @@ def _targets_of_images(step: RecordedStep, node: Node) -> Shape | None:
 
 
 def _is_shift(step: RecordedStep, node: Node, moved: list[int]) -> bool:
-    """Return True if one of the exchanged dimensions is padded before, or cut off before another view goes back."""
+    """Return True if an exchanged dimension was padded before, or is cut before another view reverses the first one."""
     source = step.behind(node)
     before = shape_of(source) if source is not None and source.name in ("pad", "cat") else None
     if (
@@ -1040,7 +1040,7 @@ _LAYERS = ("linear", "embedding", "conv1d", "conv2d", "conv3d")
     is_lasting=True,
 )
 def made_in_forward(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the layers whose weight the step itself makes and initializes."""
+    """Yield the layers whose weight is created and initialized during the step."""
     step = step_of(evidence)
     found = []
     for node in step.operations:

@@ -33,14 +33,14 @@ _NORMS_OF_WEIGHTS = ("weight_g", "parametrizations.weight.original0")
     is_lasting=True,
 )
 def not_in_optimizer(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the parameters with a gradient that no optimizer has."""
+    """Yield the parameters that have a gradient but are in no optimizer."""
     trained = {site.name for site in evidence.gradients.places}
     updated = {each.module for each in evidence.tensors if each.update}
-    for name, why in evidence.missing:  # as known after the first record
+    for name, why in evidence.missing:  # known after the first record
         if why.startswith("no step") and name not in updated and (name in trained or not trained):
             verdict = f"{name} gets gradients, but no optimizer that stepped has its parameters"
             yield evidence.view(evidence.parameters, name).found(verdict)
-    # Biases may be left out of the records. The groups tell whether the optimizer has no others than those in them.
+    # Biases may be left out of the records. The parameter groups show whether the optimizer has more parameters.
     known = sum(int(group.get("parameters", 0)) for group in evidence.parameters.about.get("groups") or ())
     dimensions = 1 if 0 < known <= len(evidence.tensors) else 2
     left_out = [each for each in _left_out(evidence, dimensions) if each.note != "frozen"]
@@ -60,21 +60,21 @@ def not_in_optimizer(evidence: Evidence) -> Iterator[Finding]:
     records=2,
 )
 def two_optimizers(evidence: Evidence, *, persistence: int = 2) -> Iterator[Finding]:
-    """Yield a note about parameters that two optimizers step in the same training steps.
+    """Yield a note about parameters that two optimizers update in the same training steps.
 
-    Both steps count in the record of a parameter, and the groups of all optimizers have it twice.
+    Such a parameter has a double count in each record, and the optimizer groups list it twice.
     """
     table, tensors = evidence.parameters, evidence.tensors
     sizes = np.array([max(1, each.numel) for each in tensors], dtype=np.float64)
     counts = table.get("count")[:, [table.places[each.site] for each in tensors]] / sizes
-    counts = counts[(counts > 0).all(axis=1)]  # the records that have all of them
+    counts = counts[(counts > 0).all(axis=1)]  # the records with all parameters
     if len(counts) < persistence or not tensors:
         return
     steps = counts / counts.min(axis=1, keepdims=True)
     are_twice = (steps == 2).all(axis=0)
     shared = [each for each, is_twice in zip(tensors, are_twice, strict=True) if is_twice]
     more = sum(int(group.get("parameters", 0)) for group in table.about.get("groups") or ()) - len(tensors)
-    # A discriminator may take two steps for each one of the generator.
+    # A discriminator may take two steps for each step of the generator.
     if shared and len(shared) == more and (are_twice | (steps == 1).all(axis=0)).all():
         names = [each.name for each in shared]
         what = f"{names[0]} and {more - 1} other parameters" if more > 2 else " and ".join(names)
@@ -84,9 +84,9 @@ def two_optimizers(evidence: Evidence, *, persistence: int = 2) -> Iterator[Find
 
 
 def _left_out(evidence: Evidence, dimensions: int = 2) -> list[Node]:
-    """Return the used parameters without a record, of modules that have other ones with a record.
+    """Return the used parameters that were not recorded, in modules with other parameters that have a gradient.
 
-    Weights have two dimensions or more.
+    Only parameters with at least ``dimensions`` dimensions count; weights have two or more.
     """
     recorded = {each.name for each in evidence.tensors}
     trained = {each.module for each in evidence.tensors if each.gradient}
@@ -115,13 +115,13 @@ def _about_left_out(evidence: Evidence, nodes: list[Node], what: str) -> Finding
     is_lasting=True,
 )
 def frozen(evidence: Evidence, *, share: float = 0.34) -> Iterator[Finding]:
-    """Yield the parameters without ``requires_grad`` among trained ones."""
-    # Positions are often fixed sines, and the norm of a weight that is normalized may be fixed on purpose.
+    """Yield the parameters without ``requires_grad`` in a model with trained parameters."""
+    # Position encodings are often fixed sines, and the norm of a normalized weight may be fixed on purpose.
     parts = [each for each in _left_out(evidence) if each.note == "frozen" and not is_position(each.name)]
     parts = [each for each in parts if not each.name.endswith(_NORMS_OF_WEIGHTS)]
     if parts:
         found = _about_left_out(evidence, parts, "is frozen")
-        # Some methods of fine-tuning train the biases alone.
+        # Some fine-tuning methods train only the biases.
         is_few = len(parts) < share * (len(parts) + len(evidence.tensors))
         yield found if is_few else replace(found, severity="note", why="Fine-tuning of a part of the parameters.")
     names = [name for name, why in evidence.missing if why.startswith("frozen")]
@@ -133,7 +133,7 @@ def frozen(evidence: Evidence, *, share: float = 0.34) -> Iterator[Finding]:
     names.sort(key=lambda name: order.get(name, -1))
     first = min((order[name] for name in trained if name in order), default=0)
     last = max((order[name] for name in trained if name in order), default=0)
-    # Fine-tuning freezes the first layers, or most of them.
+    # Fine-tuning freezes the first layers or most layers.
     inside = [name for name in names if first < order.get(name, -1) < last and name in order]
     inside = [name for name in inside if trained & evidence.wiring.downstream(name) and not is_position(name)]
     count, others = len(names) + len(in_optimizer), tuple(names[1:])
@@ -164,7 +164,7 @@ def frozen(evidence: Evidence, *, share: float = 0.34) -> Iterator[Finding]:
     is_lasting=True,
 )
 def copy_does_not_follow(evidence: Evidence, *, rounding: float = 1e-6) -> Iterator[Finding]:
-    """Yield a finding if the averages of frozen and trained parameters do not move the frozen ones to the others."""
+    """Yield a finding if a weighted average does not move a frozen copy towards its trained parameter."""
     step = step_of(evidence)
     known: dict[int, dict[int, float]] = {
         node.id: {node.id: 1.0} for node in evidence.graph.nodes if node.kind in ("parameter", "buffer")
@@ -197,7 +197,7 @@ def _is_copy(node: Node) -> bool:
 
 
 def _factors(node: Node, given: list[dict[int, float]]) -> dict[int, float]:
-    """Return the factor of each parameter in a result; none if it is no sum of multiples of them."""
+    """Return the factor of each parameter in a result; empty if the result is not a weighted sum of parameters."""
     weight, alpha, operand = (_number(setting(node, name)) for name in ("weight", "alpha", "other"))
     alpha = 1.0 if alpha is None else alpha
     one, other = (*given, {}, {})[:2]
@@ -239,16 +239,16 @@ def _number(text: str) -> float | None:
     is_lasting=True,
 )
 def no_longer_tied(evidence: Evidence, *, numel: int = 64) -> Iterator[Finding]:
-    """Yield the last layers that begin with the values of an embedding, and have another tensor."""
+    """Yield the last layers whose weight begins with the values of an embedding, but is another tensor."""
     begun: dict[tuple[float, ...], View] = {}
     weights = [
         each for each in evidence.weights if each.kind == "Embedding" or (each.kind == "Linear" and each.is_last)
     ]
     trained = [each for each in weights if each.numel >= numel and each.gradient.rms.any()]
-    # One statistic of all weights after the other: a history keeps the arrays of a few statistics only.
+    # Read one statistic of all weights at a time, since a history caches the arrays of only a few statistics.
     columns = [[each.column(name)[0] for each in trained] for name in ("mean", "rms", "min", "max")]
     for each, *values in zip(trained, *columns, strict=True):
-        if not all(map(len, values)) or values[2][0] == values[3][0]:  # both may begin at zero
+        if not all(map(len, values)) or values[2][0] == values[3][0]:  # both may be constant, such as zero
             continue
         first = begun.setdefault((*each.shape, *(float(column[0]) for column in values)), each)
         if first.kind != each.kind:
@@ -285,8 +285,8 @@ def constant_weight(
         yield zeros[0].found(verdict, "rms", others=tuple(each.module for each in zeros[1:]), zeros=len(zeros))
     for each in evidence.weights:
         (values, spreads), _ = each.columns("rms", "std")
-        # A token may not be used, as one for masks. A weight without a gradient of its own stays as it was initialized,
-        # like the zeros of a LoRA whose gradient is lost: that is another finding.
+        # A token may be unused, such as one for masks. A weight without a gradient keeps its initial values, such as
+        # the zeros of a LoRA: that is another finding.
         biases = [evidence.parameter(each.module, path).gradient for path in ("bias", "in_proj_bias")]
         is_used = any(gradient.rms.any() for gradient in (each.gradient, *biases))
         if len(values) < persistence or each.numel < fewest or not is_used:
@@ -299,7 +299,7 @@ def constant_weight(
 
 
 def _stays_zero(weight: View, persistence: int) -> bool:
-    """Return True for a weight of zeros whose gradient is recorded and zero, too."""
+    """Return True for a weight of zeros whose recorded gradient is zero, too."""
     values, gradient = weight.rms, weight.gradient.rms
     return min(len(values), len(gradient)) >= persistence and not values.any() and not gradient.any()
 
@@ -361,7 +361,7 @@ def learning_rate_outlier(
         if is_outlier and (is_fast or is_large):
             is_known = rates.get(each, np.nan) > usual_rate
             instead = f", and its learning rate {rates[each]:.3g} instead of {usual_rate:.3g}" if is_known else ""
-            most = sizes[np.isfinite(sizes)].max(initial=0.0)  # infinite if it begins at zero
+            most = sizes[np.isfinite(sizes)].max(initial=0.0)  # infinite for a weight that begins at zero
             verdict = (
                 f"a step changes {each.name} by up to {most:.1%} of its size: {what} {above:.3g} × the median "
                 f"of the other layers{instead}"
@@ -377,26 +377,26 @@ def learning_rate_outlier(
 def _far_above(
     compared: Mapping[View, float],
     rates: Mapping[View, float],
-    fast: Collection[View],  # not what a fast weight is compared with, such as its own bias
+    fast: Collection[View],  # a fast weight is not compared with these, such as its own bias
     factor: float,
     most: float,
 ) -> Iterator[tuple[View, Floats, float]]:
-    """Yield the parameters far above the largest other one, with the others and the median of their learning rates.
+    """Yield the parameters far above all others, each with the values and the median learning rate of the others.
 
-    The others are made for these few parameters only: for each one, the time would grow with the square of the number.
+    The values of the others are collected only for these few parameters. Otherwise the time would be quadratic.
     """
     slow_first = sorted((each for each, rate in rates.items() if rate > 0), key=lambda each: rates[each])
     scaled = [factor * rates[each] for each in slow_first]
 
     @cache
     def known(count: int) -> tuple[list[View], set[View], Floats]:
-        # If only a few layers are slower, they are the odd ones.
+        # If only a few layers are slower, they are the outliers.
         usual = slow_first[:count] if 2 * count >= len(compared) else list(compared)
         sizes = {each: compared[each] for each in usual if each not in fast}
         return usual, set(sizes), np.sort(np.array([0.0, *sizes.values()]))[-2:]
 
     for each, value in compared.items():
-        # Those of other groups, whose rates are far below that of this one.
+        # The parameters with a far lower learning rate, in other groups.
         slower = bisect_left(scaled, rates.get(each, 0.0))
         usual, counted, largest = known(slower if 2 * slower >= len(compared) else 0)
         is_largest = each in counted and value == largest[-1]
@@ -407,7 +407,10 @@ def _far_above(
 
 
 def _step_sizes(parameters: Iterable[View], adaptive: bool, persistence: int) -> dict[View, float]:
-    """Return what an optimizer keeps equal: for Adam the updates, for SGD the ratio of updates and gradients."""
+    """Return the quantity that an optimizer keeps similar for all parameters.
+
+    For Adam this is the size of the updates, for SGD the ratio of updates and gradients.
+    """
     found: dict[View, float] = {}
     for each in parameters:
         update, gradient = each.update.rms, each.gradient.rms
@@ -421,7 +424,8 @@ def _step_sizes(parameters: Iterable[View], adaptive: bool, persistence: int) ->
 def _in_fast_groups(evidence: Evidence, factor: float) -> list[View]:
     """Return the biases, scales and scalars whose learning rate is far above that of the weights.
 
-    The relative updates of small parameters are large in healthy runs, so that those of usual groups are not compared.
+    The relative updates of small parameters are large in healthy runs, so small parameters with usual rates are left
+    out.
     """
     rates = {each: rates.max() for each in evidence.tensors if len(rates := each.learning_rate)}
     usual = [rates[each] for each in evidence.weights if each in rates]
@@ -474,16 +478,16 @@ def weight_drift(
     half: float = 0.5,
     settled: float = 0.5,
 ) -> Iterator[Finding]:
-    """Yield the weights that grow or shrink without an end."""
+    """Yield the weights that keep growing or shrinking."""
     for each in evidence.weights:
         values, steps = each.column("rms")
         inputs = 1 if "Embedding" in each.kind else np.prod(each.shape[1:])
         if len(values) < persistence or each.numel < numel or values[0] * np.sqrt(inputs) < begin:
-            continue  # a layer that begins at zero has to grow, and the rms of a few values varies
+            continue  # a layer that begins at zero has to grow, and the rms of few values varies
         ratio = values[-1] / values[0]
         grows = ratio > grow and values[-1] * np.sqrt(inputs) > gain and not _has_settled(each, persistence, settled)
         decay = each.weight_decay
-        # Without a decay, the last layer learns to ignore its input where the targets do not depend on it.
+        # Without weight decay, a last layer may shrink because the targets do not depend on its input.
         is_learned = each.is_last and len(decay) > 0 and decay.max() == 0
         if grows or (ratio < shrink and not is_learned and _is_decay(each, alignment, half)):
             way = "grows" if grows else "shrinks"
@@ -506,7 +510,7 @@ _WHY_SHRINKS = (
 
 
 def _as_jump(found: Finding, weight: View, jump: float) -> Finding:
-    """Return a finding about a weight that says so if nearly all of its change is between two records."""
+    """Add to a finding about a weight if nearly all of the change happened between two records."""
     values, steps = weight.column("rms")
     with np.errstate(all="ignore"):
         changes = np.abs(np.diff(np.log(values)))
@@ -520,9 +524,9 @@ def _as_jump(found: Finding, weight: View, jump: float) -> Finding:
 
 
 def _has_settled(each: View, persistence: int, settled: float) -> bool:
-    """Return True for a last layer whose gradient has become small while the layer grew.
+    """Return True for a last layer whose gradient became small while the layer grew.
 
-    A new head behind frozen layers has to grow far beyond its first size to tell features apart that hardly differ.
+    A new head on frozen layers has to grow far beyond its initial size if the features hardly differ.
     """
     gradient = each.gradient.rms
     is_known = each.is_last and len(gradient) > persistence
@@ -530,9 +534,9 @@ def _has_settled(each: View, persistence: int, settled: float) -> bool:
 
 
 def _is_decay(each: View, alignment: float, half: float) -> bool:
-    """Return True if most of the updates point towards zero while the weight loses half of its size.
+    """Return True if the updates mostly point towards zero while the weight shrinks to half of its size.
 
-    In long trainings, weights before a normalization shrink slowly, by updates in all directions.
+    In long trainings, weights before a normalization shrink slowly through updates in all directions.
     """
     values, steps = each.column("rms")
     updates = each.update.rms

@@ -1,4 +1,4 @@
-"""Rules about module outputs: dead, saturated, collapsed, far larger than the input."""
+"""Rules about module outputs that are dead, saturated, collapsed or far larger than the input."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _RELUS = ("ReLU", "ReLU6", "LeakyReLU", "Threshold", "RReLU")
 _FUNCTIONS = ("Tanh", "Hardtanh", "Softsign")
 _BOUNDED = (*_FUNCTIONS, "LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
 _GATES = ("Sigmoid", "Hardsigmoid")
-_RNNS = ("RNN", "RNNCell")  # with a ReLU instead of tanh, their outputs have no bounds
-_SURE = (*_GATES, "Softmax", "LogSoftmax", "LogSigmoid", "Softplus", "Exp")  # they may learn to be constant
+_RNNS = ("RNN", "RNNCell")  # their outputs are unbounded with a ReLU instead of tanh
+_SURE = (*_GATES, "Softmax", "LogSoftmax", "LogSigmoid", "Softplus", "Exp")  # these may learn constant outputs
 _EVERYTHING_AFTER, _ANYWHERE = ("downstream", "same"), ("any",)
 _WHY_NEGATIVE = "All inputs of the ReLU are negative: the bias before it is too low, or a step was too large."
 _NEXT_NEGATIVE = "Look at the bias and the updates of the layer before it; lower the learning rate, or use LeakyReLU."
 _WHY_ZERO = "The weight of the layer is zero in all records, so that its output does not depend on its input."
 _NEXT_ZERO = "Look at how the weight is initialized, and at masks and pruning that set it to zero."
-_STATES = ("out[1]", "out[1][1]")  # the memory of an LSTMCell and of an LSTM, which has no bounds
+_STATES = ("out[1]", "out[1][1]")  # the unbounded cell states of an LSTMCell and of an LSTM
 
 
 @rule(
@@ -73,7 +73,7 @@ def dead_output(
     """Yield the layers that return only zeros."""
     for view in evidence.outputs:
         if view.is_scalar or not (view.dtype or "float").startswith(("float", "bfloat", "complex")):
-            continue  # such as one of several losses, or the indices of a batch that is passed on
+            continue  # such as one of several losses, or passed-on indices of a batch
         values, steps = view.column("zero_fraction")
         if len(values) < persistence or (values[-persistence:] < nearly).any():
             continue
@@ -81,10 +81,10 @@ def dead_output(
         if not dead and view.kind not in _RELUS:
             continue
         if view.kind.startswith("Softmax") and values[-persistence:].min() < 1:
-            continue  # its outputs add up to 1: it is sure of one of many
+            continue  # the outputs add up to 1: one of many classes has all of it
         since = _since(values >= (zero_fraction if dead else nearly), steps)
         if since == steps[0] and len(evidence.gradients) and not view.gradient:
-            continue  # a constant that no gradient passes, such as the logarithm of a determinant: nothing has died
+            continue  # a constant without a gradient, such as the logarithm of a determinant, has not died
         least = values[steps >= since].min()
         share = "only zeros" if least == 1 else f"at least {np.floor(1000 * least) / 10:.1f}% zeros"
         zero = _zero_weight(view, persistence)
@@ -93,13 +93,13 @@ def dead_output(
         found = view.found(verdict, "zero_fraction", since=since, zero_fraction=values[-1])
         if zero:
             found = replace(found, why=_WHY_ZERO, next=_NEXT_ZERO)
-        elif feed.startswith(": "):  # its input was recorded
+        elif feed.startswith(": "):  # the input was recorded
             found = replace(found, why=_WHY_NEGATIVE, next=_NEXT_NEGATIVE)
         yield found if dead else replace(found, severity="note")
 
 
 def _zero_weight(view: View, persistence: int) -> str:
-    """Return the name of the only weight of a module, or of the one before a ReLU, if it is zero in all records."""
+    """Return the name of a module's only weight if it is zero in all records; for a ReLU, of the module before it."""
     evidence, wiring = view.evidence, view.evidence.wiring
     names = [view.module]
     if view.kind in _RELUS:
@@ -115,11 +115,11 @@ def _zero_weight(view: View, persistence: int) -> str:
 
 
 def _feed(view: View, since: int, large: float) -> str:
-    """Describe the input of a dead ReLU, or of the ReLU before a dead module: negative, or after a large update."""
+    """Describe the cause if a module is a dead ReLU or follows one: a negative input, or a large update before it."""
     evidence, wiring = view.evidence, view.evidence.wiring
     update = ""
     for feeds in (wiring.producers[call] for call in wiring.calls_of.get(view.module, ())):
-        # A ReLU that is called several times is not dead as a whole.
+        # A ReLU with several calls may be dead in some of them only.
         relus = [each for each in feeds if each >= 0 and evidence.type_of(wiring.calls[each]) in _RELUS]
         sources = [(each, "its input") for each in feeds]
         sources += [(each, f"the input of {wiring.calls[relu]}") for relu in relus for each in wiring.producers[relu]]
@@ -135,7 +135,7 @@ def _feed(view: View, since: int, large: float) -> str:
 
 
 def _large_update(evidence: Evidence, name: str, until: int, large: float) -> str:
-    """Describe the largest recorded update of a layer up to a step, if it was large relative to the weight."""
+    """Describe the largest recorded update of a layer up to a step if it was large compared with the weight."""
     for each in evidence.weights_of.get(name, ()):
         ratios, steps = each.column("update_ratio")
         known = np.where((steps <= until) & np.isfinite(ratios), ratios, 0.0)
@@ -159,7 +159,7 @@ def _from(since: int, steps: NDArray[np.int64]) -> str:
 def _shares(
     evidence: Evidence, kinds: tuple[str, ...], share: Callable[[Histogram], float]
 ) -> Iterator[tuple[View, list[float]]]:
-    """Yield the outputs of modules of some classes, with a share of their histograms in the last records."""
+    """Yield the outputs of modules of some classes, each with the ``share`` of its histograms in the last records."""
     for view in evidence.outputs:
         is_one = view.kind in kinds and view.path.startswith("out") and view.path not in _STATES
         if is_one and not (view.kind in _RNNS and _largest(view) > 1):
@@ -194,7 +194,7 @@ def saturation(
     spread: float = 0.9,
     shrink: float = 100.0,
 ) -> Iterator[Finding]:
-    """Yield the activations whose outputs are at the ends of their range."""
+    """Yield the activations with most outputs at the ends of their range."""
     known = set()
     for kinds, share_of in (
         (_BOUNDED, lambda histogram: _at_the_ends(histogram, -end, end)),
@@ -204,8 +204,8 @@ def saturation(
             if len(shares) >= persistence and min(shares) > share:
                 known.add(view.module)
                 yield from _saturated(view, shares)
-    # Memory and gates learn to be sure. Values near the ends only count if they were there from the start, or if they
-    # are at both ends of a tanh that lets hardly any gradient pass.
+    # Cell states and gates learn to saturate. Values near the ends count only if they were there from the start, or if
+    # they are at both ends of a tanh that passes hardly any gradient.
     for view, shares in _shares(evidence, (*_FUNCTIONS, *_GATES), _near_the_bounds):
         is_new = view.module not in known and len(shares) >= persistence and min(shares) > nearly
         if is_new and ((view.rms[:1] >= first).any() or _stops_gradient(view, persistence, spread, shrink)):
@@ -213,10 +213,10 @@ def saturation(
 
 
 def _saturated(view: View, shares: list[float]) -> Iterator[Finding]:
-    """Yield a finding, but for a prediction, which should be sure: an activation that nothing follows."""
+    """Yield a finding, except for a final activation: a prediction may be sure."""
     if view.is_last and view.kind in (*_FUNCTIONS, *_GATES):
         return
-    # Few records have histograms. The more values are at -1 and 1, the larger is the rms.
+    # Few records have histograms, so the rms dates the fault: it grows with the number of values at -1 and 1.
     rms, steps = view.column("rms")
     is_known = view.kind in _BOUNDED and len(rms) > 0
     since = _since(rms >= 0.9 * rms[-len(shares) :].min(), steps) if is_known else None
@@ -254,13 +254,13 @@ def _saturated(view: View, shares: list[float]) -> Iterator[Finding]:
 def narrow_range(
     evidence: Evidence, *, persistence: int = 2, share: float = 0.5, width: float = 0.1
 ) -> Iterator[Finding]:
-    """Yield the activations that cut nearly all values off, as a module and as a function."""
+    """Yield the modules and functions that clip nearly all values to their limits."""
     ranges = dict(_ranges(evidence))
     for view in evidence.outputs:
         low, high = ranges.get(view.module, (0.0, np.inf))
         if high - low > width or view.is_last:
             continue
-        near = (high - low) / 16  # the middle of the bin of an end is within it
+        near = (high - low) / 16  # the middle of the bin at a limit is within this distance
         shares = [_at_the_ends(each, low + near, high - near) for each in view.histograms()]
         if len(shares) >= persistence and min(shares) > share:
             verdict = (
@@ -271,21 +271,21 @@ def narrow_range(
 
 
 def _ranges(evidence: Evidence) -> Iterator[tuple[str, tuple[float, float]]]:
-    """Yield the functions and modules that limit their output on both sides, with the limits."""
+    """Yield the functions and modules with a lower and an upper limit, with these limits."""
     graph = evidence.graph
     names = function_sites(graph)
     for node in graph.nodes:
         given = dict(node.arguments)
         limits = [given.get(name, given.get(f"{name}_val", "")) for name in ("min", "max")]
         if node.kind == "op" and node.name in ("hardtanh", "clamp", "clip"):
-            with suppress(ValueError):  # a tensor, or no limit
+            with suppress(ValueError):  # a limit may be a tensor or missing
                 low, high = map(float, limits)
                 owner = "" if node.parent is None else graph[node.parent].name
                 yield from ((name, (low, high)) for name in {names.get(node.id, owner), owner} - {""})
 
 
 def _stops_gradient(view: View, persistence: int, spread: float, shrink: float) -> bool:
-    """Return True if a tanh with values at both ends shrinks the gradient by a large factor in the last records."""
+    """Return True if a tanh with values at both ends greatly shrinks the gradient in the last records."""
     feeds = [each.gradient for each in view.inputs]
     if view.kind not in _FUNCTIONS or not feeds or not all((view.gradient, *feeds)):
         return False
@@ -320,13 +320,14 @@ def attention_collapse(
     entries: int = 8,
     first: float = 0.8,
 ) -> Iterator[Finding]:
-    """Yield the softmax functions with nearly all of their mass in single entries."""
+    """Yield each softmax with nearly all probability in single entries."""
     probabilities = _with_logarithm(evidence)
     for view, shares in _shares(evidence, ("Softmax",), lambda histogram: _mass_of_large(histogram, large)):
-        # The probabilities of classes are no attention, nor are the weights of a few experts or variables.
+        # Class probabilities and the weights of a few experts or variables are not attention.
         is_attention = not view.is_last and (not view.shape or view.shape[-1] >= entries)
         is_attention = is_attention and view.module not in probabilities
-        # A head learns to look at one position, such as the token before. The sharper a softmax, the larger is its rms.
+        # A head may learn to attend to one position, such as the previous token. The rms grows with the sharpness of a
+        # softmax.
         is_learned = (view.rms[:1] < first * view.rms[-1:]).any()
         if is_attention and not is_learned and len(shares) >= persistence and min(shares) > share:
             verdict = f"{shares[-1]:.0%} of the attention of {site_title(*view.site)} lies on single positions"
@@ -334,7 +335,7 @@ def attention_collapse(
 
 
 def _with_logarithm(evidence: Evidence) -> set[str]:
-    """Return the names of the softmax functions whose logarithm the recorded step takes, with a limit before it."""
+    """Return the names of softmax functions whose output is clamped before its logarithm is computed."""
     step = step_of(evidence)
     found = set()
     for node in step.operations:
@@ -368,7 +369,7 @@ _LIMITS = ("clamp", "clip", "add", "__add__")
 def collapsed_embedding(
     evidence: Evidence, *, persistence: int = 8, least: float = 0.1, first: float = 0.4, features: int = 8
 ) -> Iterator[Finding]:
-    """Yield the outputs that training has made the same for all samples."""
+    """Yield the outputs that became nearly the same for all samples during training."""
     if _has_offset(evidence, first):
         return
     for view in evidence.outputs:
@@ -386,7 +387,7 @@ def collapsed_embedding(
 
 
 def _has_offset(evidence: Evidence, share: float) -> bool:
-    """Return True if a loss has targets of the batch that are numbers and hardly differ, compared with their size."""
+    """Return True if a regression loss has targets that hardly differ, compared with their size."""
     step = step_of(evidence)
     for node in step.operations:
         sources = step.sources(node)
@@ -398,7 +399,7 @@ def _has_offset(evidence: Evidence, share: float) -> bool:
 
 
 def _largest(view: View) -> float:
-    """Return the largest absolute value in all records."""
+    """Return the largest absolute value over all records."""
     return float(max(np.abs(each).max(initial=0.0) for each in (view.min, view.max)))
 
 
@@ -408,7 +409,7 @@ def _middles(histogram: Histogram) -> Floats:
 
 
 def _at_the_ends(histogram: Histogram, low: float, high: float) -> float:
-    """Return the share of values in bins up to one number or from another one on."""
+    """Return the share of values in bins with a middle of at most ``low`` or at least ``high``."""
     middles = _middles(histogram)
     return float(histogram.counts[(middles <= low) | (middles >= high)].sum() / max(histogram.count, 1))
 
@@ -416,8 +417,8 @@ def _at_the_ends(histogram: Histogram, low: float, high: float) -> float:
 def _near_the_bounds(histogram: Histogram) -> float:
     """Estimate the share of values whose magnitude is 0.97 or more.
 
-    A bin reaches from 0.875 to 1. Its mean square, what the other bins leave of the sum of squares, tells how many of
-    its values are near its upper end.
+    The top bin reaches from 0.875 to 1. Subtracting the other bins from the sum of squares gives the mean square of the
+    top bin, and this shows how many of its values are near 1.
     """
     middles = np.abs(_middles(histogram))
     is_top = middles >= 0.9
@@ -452,7 +453,7 @@ def _mass_of_large(histogram: Histogram, large: float) -> float:
     },
 )
 def scale_jump(evidence: Evidence, *, gain: float = 8.0, least_std: float = 3.0) -> Iterator[Finding]:
-    """Yield the layers whose outputs vary far more than their inputs are large."""
+    """Yield the layers whose outputs have a far larger scale than their inputs."""
     table = evidence.activations
     middle, spreads = evidence.medians(table, "rms"), evidence.medians(table, "std")
     for view in evidence.outputs:
@@ -462,12 +463,12 @@ def scale_jump(evidence: Evidence, *, gain: float = 8.0, least_std: float = 3.0)
             view.is_last  # logits may be large
             or view.path not in ("out", "out[0]")
             or not feeds
-            or np.isnan([rms, *before]).any()  # so is the input of the model
+            or np.isnan([rms, *before]).any()  # the rms of the model's input is unknown
             or not 0 < max(before) < np.inf
             or _is_transform(evidence, view.module)
         ):
             continue
-        # A mean that is far from zero may be a bias by design, as before the softplus of a state-space model.
+        # A mean far from zero may be an intended bias, as before the softplus of a state-space model.
         spread = spreads[view.site]
         largest, least = max(before), min(spread / max(before), _first_gain(view, feeds))
         if least > gain and spread > least_std:
@@ -481,6 +482,6 @@ def _is_transform(evidence: Evidence, name: str) -> bool:
 
 
 def _first_gain(view: View, feeds: list[View]) -> float:
-    """Return the gain of the first record. A gain that is learned, for predictions in large units, begins small."""
+    """Return the gain in the first record. A learned gain, for predictions in large units, is small at first."""
     before = max(each.rms[0] for each in feeds)
     return float(view.rms[0] / before) if before > 0 else np.inf

@@ -1,4 +1,4 @@
-"""Rules about targets that the model computes itself: other views, values of next states and baselines."""
+"""Rules about targets that the model computes: outputs for other views, values of next states, and baselines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_recorder.insight.rules.losses import DIFFERENCES
 
 _ANY = ("any",)
 
-# What a loss of two views consists of. Other functions, such as a product of all pairs or a variance, may push apart.
+# The functions of a loss that pulls two views together. Others, such as a variance, may push samples apart.
 _PULLS = re.compile(
     r"(cosine_similarity|normalize|mse_loss|(smooth_)?l1_loss|huber_loss|mean|sum|(__)?r?(sub|add|mul|(true)?div)(__)?|"
     r"neg|__neg__|pow|square|abs|norm|vector_norm|getitem|chunk|split|unbind)_?"
@@ -48,10 +48,10 @@ _PULLS = re.compile(
     ),
 )
 def no_stop_gradient(evidence: Evidence, *, persistence: int = 8, share: float = 0.75) -> Iterator[Finding]:
-    """Yield a finding if a loss only pulls outputs of the same layers together, and they become alike.
+    """Yield a finding if a loss only pulls outputs of the same layers together, and the outputs become alike.
 
-    So does a loss whose target follows from the outputs of the same layers, as that of a value of the next state, and
-    that of a policy whose advantage has the gradient of the value.
+    Also yield losses whose target is computed with a gradient by the same layers, such as the value of the next state,
+    and policy losses whose advantage passes a gradient to the value.
     """
     step = step_of(evidence)
     yield from _own_target(evidence, step)
@@ -64,7 +64,7 @@ def no_stop_gradient(evidence: Evidence, *, persistence: int = 8, share: float =
         else:
             sides.append(node)
     owners = Counter(step.owner(node) for node in sides)
-    # Each layer gives at least two sides, and none is another term of the loss, a target or without a gradient.
+    # Each layer must have two or more outputs in the loss. All must have a gradient, and there must be no other terms.
     if len(losses) != 1 or min(owners.values(), default=0) < 2 or "" in owners:
         return
     if any(node.id not in step.trained for node in sides):
@@ -82,7 +82,7 @@ def no_stop_gradient(evidence: Evidence, *, persistence: int = 8, share: float =
 
 
 def _own_target(evidence: Evidence, step: RecordedStep) -> Iterator[Finding]:
-    """Yield the squared errors whose target is a number of the batch plus the best output of the same layer."""
+    """Yield the losses whose target is a tensor of the batch plus the largest output of the same layer."""
     for node in step.operations:
         sources = step.sources(node)
         if node.name not in ELEMENTWISE or len(sources) < 2 or sources[1].id not in step.trained:
@@ -109,7 +109,7 @@ def _own_target(evidence: Evidence, step: RecordedStep) -> Iterator[Finding]:
 
 
 def _own_baseline(evidence: Evidence, step: RecordedStep) -> Iterator[Finding]:
-    """Yield the products of log-probabilities of actions and a difference that trains its own estimate."""
+    """Yield products of action log-probabilities and an advantage whose value estimate gets a gradient from them."""
     estimates = {step.made_by(step.sources(each)[0]): each for each in step.operations if each.name in ELEMENTWISE}
     for node in step.operations:
         sources = step.sources(node) if node.name == "mul" and step.signs.get(node.id) == {-1} else []
@@ -119,7 +119,7 @@ def _own_baseline(evidence: Evidence, step: RecordedStep) -> Iterator[Finding]:
             is_baseline = len(terms) == 2 and sum(each.id in step.trained for each in terms) == 1
             if not is_baseline or estimate not in estimates or not chosen_action(step, one):
                 continue
-            # The gradients of the estimate may be set to zero before its own optimizer makes a step.
+            # The gradients of the estimate may be set to zero before its optimizer steps.
             passes = _optimizers(step, node), _optimizers(step, estimates[estimate])
             if all(passes) and passes[0].isdisjoint(passes[1]):
                 continue
@@ -155,11 +155,11 @@ def _optimizers(step: RecordedStep, term: Node) -> set[int]:
     is_lasting=True,
 )
 def end_ignored(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding if the target of a value does not depend on whether the episode has ended."""
+    """Yield a finding if the target of a value ignores that an episode has ended."""
     step = step_of(evidence)
     inputs = [node for node in evidence.graph.nodes if node.kind == "input" and node.outputs]
     ends = [node for node in inputs if _ENDS.fullmatch(own_name(node))]
-    # Without names, it is the only one of truth values, or of numbers 0 and 1 that nothing uses.
+    # Without names, the end marks are the only tensor that is boolean, or unused with values 0 and 1.
     unnamed = [node for node in inputs if own_name(node).isdigit() and _marks(evidence, node)]
     unnamed = [node for node in unnamed if node.outputs[0].dtype == "bool" or not step.users(node)]
     ends = ends or unnamed[: len(unnamed) == 1]
@@ -167,7 +167,7 @@ def end_ignored(evidence: Evidence) -> Iterator[Finding]:
         return
     marks, _ = evidence.view(evidence.losses, "", ends[0].name).column("max")
     if len(marks) and not marks.any():
-        return  # no episode has ended, as in tasks that go on for ever
+        return  # no episode has ended, as in tasks without an end
     for node in step.operations:
         sources = step.sources(node)
         if node.name not in ELEMENTWISE or len(sources) < 2 or sources[1].id in step.trained:
@@ -176,7 +176,7 @@ def end_ignored(evidence: Evidence) -> Iterator[Finding]:
         terms = step.sources(total) if total.name.strip("_") in ("add", "radd", "iadd") else []
         values = [each for each in terms if "parameter" in step.roots[each.id]]
         if len(terms) == 2 and len(values) == 1 and any(step.roots[each.id] == {"input"} for each in terms):
-            # Another tensor, such as the opposite of done, may mark the ends.
+            # Another tensor may mark the ends, such as the negation of done.
             is_marked = any(_marks(evidence, step.graph[each]) for each in step.ancestors(values[0]))
             if is_marked or _is_weighted(step, values[0]) or _has_no_other_state(step, values[0], sources[0]):
                 continue
@@ -189,7 +189,7 @@ def end_ignored(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _is_weighted(step: RecordedStep, value: Node) -> bool:
-    """Return True if a value is multiplied with a tensor of the batch, such as a discount that is 0 at an end."""
+    """Return True if a value is multiplied by a tensor of the batch, such as a discount that is 0 at the end."""
     todo = [value]
     for node in todo:
         sources = step.sources(node) if node.name in _WEIGHTS or keeps_values(node) else []
@@ -200,7 +200,7 @@ def _is_weighted(step: RecordedStep, value: Node) -> bool:
 
 
 def _has_no_other_state(step: RecordedStep, value: Node, predicted: Node) -> bool:
-    """Return True if a value is that of the predicted state: an advantage plus it is a return."""
+    """Return True if a value belongs to the predicted state: then it is added to an advantage, which gives a return."""
     inputs = {node.id for node in step.graph.nodes if node.kind == "input"}
     return inputs & step.ancestors(value) <= step.ancestors(predicted)
 
@@ -209,13 +209,13 @@ _WEIGHTS = ("mul", "__mul__", "__rmul__", "mul_", "where", "masked_fill", "maske
 
 
 def _marks(evidence: Evidence, node: Node) -> bool:
-    """Return True for a tensor of the batch with truth values, or with one number per sample that is 0 or 1."""
+    """Return True for a tensor of the batch that is boolean, or has one number per sample that is 0 or 1."""
     if node.kind != "input" or not node.outputs:
         return False
     names = ("min", "max", "mean", "rms")
     (least, most, mean, size), _ = evidence.view(evidence.losses, "", node.name).columns(*names)
     is_column = math.prod(node.outputs[0].shape[1:]) == 1 and len(least) > 0
-    # Numbers that are 0 or 1 are equal to their squares.
+    # The numbers 0 and 1 equal their squares.
     is_binary = is_column and least.min() == 0 and most.max() == 1 and np.allclose(mean, size**2, atol=1e-6)
     return node.outputs[0].dtype == "bool" or bool(is_binary)
 

@@ -1,4 +1,4 @@
-"""Rules about the value of the loss over the run. Those about all of it are notes if nothing else is found."""
+"""Rules about the value of the loss. Rules about the whole run yield notes, which need a run without other findings."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _OF_CLASSES = ("cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cros
 
 
 def _only_loss(evidence: Evidence) -> View | None:
-    """Return the values of the loss, if the run has a single one."""
+    """Return the view of the loss, if the run has a single loss."""
     names = {site.name for site in evidence.losses.places if site.name and site.path == "in.target"}
     view = View(evidence, evidence.results, Site(min(names, default=""), "out"))
     return view if len(names) == 1 and view else None
 
 
 def _quarters(values: Floats) -> tuple[Floats, Floats]:
-    """Return the mean in each quarter of a run, ``[4]``, and its standard error, ``[4]``."""
+    """Return the mean in each quarter of a run, ``[4]``, and the standard error of each mean, ``[4]``."""
     parts = np.array_split(values, 4)
     return np.array([each.mean() for each in parts]), np.array([each.std() / sqrt(len(each)) for each in parts])
 
@@ -49,7 +49,7 @@ def _quarters(values: Floats) -> tuple[Floats, Floats]:
     is_lasting=True,
 )
 def first_loss(evidence: Evidence, *, factor: float = 5.0) -> Iterator[Finding]:
-    """Yield a cross-entropy that is far above the loss of a guess before the first update."""
+    """Yield a cross-entropy that is far above the loss of a random guess before the first update."""
     step = step_of(evidence)
     for node in step.operations:
         names, shape = (step.function_names.get(node.id, ""), step.owner(node)), shape_of(node)
@@ -93,7 +93,7 @@ def loss_of_a_guess(
     errors: float = 3.0,
     samples: int = 64,
 ) -> Iterator[Finding]:
-    """Yield a note if the loss is that of a prediction that does not depend on the input, in the whole run."""
+    """Yield a note if, in the whole run, the loss is no better than that of a constant prediction."""
     view = _only_loss(evidence)
     if view is None or len(view.mean) < persistence or np.ptp(view.column("mean")[1]) < steps:
         return
@@ -109,9 +109,9 @@ def loss_of_a_guess(
 
 
 def _guess(evidence: Evidence, name: str, samples: int) -> tuple[Floats, str]:
-    """Return the least loss of a prediction that is the same for all samples, and its name; none if it is unknown.
+    """Return the smallest loss of a constant prediction, and its name; empty if it is unknown.
 
-    It is known for each record, ``[records]``, or for all of them together, ``[1]``.
+    The loss is known for each record, ``[records]``, or for all records together, ``[1]``.
     """
     step = step_of(evidence)
     nodes = [node for node in step.operations if name in (step.function_names.get(node.id), step.owner(node))]
@@ -119,7 +119,7 @@ def _guess(evidence: Evidence, name: str, samples: int) -> tuple[Floats, str]:
     target = View(evidence, evidence.losses, Site(name, "in.target"))
     if "mse_loss" in kinds and prod(target.shape[1:]) == 1 and len(target.std):
         return target.std**2, "the variance of its targets"
-    # Weights of classes are a third tensor.
+    # A third tensor would be class weights.
     usual = [node for node in nodes if node.name in _OF_CLASSES and len(step.sources(node)) == 2]
     if not usual or any(setting(node, "label_smoothing") not in ("", "0.0") for node in usual):
         return np.zeros(0), ""
@@ -131,7 +131,7 @@ def _guess(evidence: Evidence, name: str, samples: int) -> tuple[Floats, str]:
     if total < samples or len(counts) < 2:
         return np.zeros(0), ""
     entropy = -sum(count / total * log(count / total) for count in counts.values())
-    # Rare classes are missing in few samples, so that the entropy of these is too small (Miller and Madow).
+    # A small sample lacks rare classes, so its entropy is too small (the correction of Miller and Madow).
     return np.array([entropy + (len(counts) - 1) / (2 * total)]), f"the entropy of its {len(counts)} classes"
 
 

@@ -73,7 +73,7 @@ NEXT_BUFFERS = "Use sync_batchnorm=True if the batch of one rank is small."
     is_lasting=True,
 )
 def ranks_differ(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the parameters, or the running statistics alone, that differ between ranks."""
+    """Yield the parameters that differ between ranks; without any, the running statistics that differ."""
     table = evidence.parameters
     since = {site: step for site, step in table.diverged.items() if site in table.places}
     buffers = [site for site in since if site.path in RUNNING_STATISTICS]
@@ -118,6 +118,6 @@ def ranks_differ(evidence: Evidence) -> Iterator[Finding]:
 
 
 def listed(names: list[str]) -> str:
-    """Return the first names with the number of the others."""
+    """Return the first names, and the number of the other names."""
     shown = ", ".join(names[:3])
     return f"{shown} and {len(names) - 3} more parameters" if len(names) > 3 else shown

@@ -66,14 +66,14 @@ def same_samples_on_ranks(
     distinct: float = 0.98,
     equal: float = 0.05,
 ) -> Iterator[Finding]:
-    """Yield ranks that get the same samples in the same steps, or in the same epoch."""
+    """Yield the ranks that get the same samples in the same steps or in the same epoch."""
     found, loader = evidence.data.ranks, evidence.data.loader
     if loader.is_overfit:
         return
     if found is not None and found.shared >= share and found.steps >= steps and found.keys >= samples:
         which = "all" if len(found.same) >= found.ranks else "ranks " + ", ".join(map(str, found.same)) + " of"
         what = "the same samples" if found.shared == 1 else f"samples of which {found.shared:.0%} are the same"
-        if found.equal < equal:  # rank by rank, the indices may be those of other data sets
+        if found.equal < equal:  # each rank may index another data set
             what = what.replace("samples", "indices")
             verdict = (
                 f"{which} {found.ranks} ranks read {what} in each of {found.steps} compared steps, and get other values"
@@ -87,10 +87,10 @@ def same_samples_on_ranks(
     whole = evidence.data.rank_epoch
     if whole is None or whole.shared < overlap or whole.compared < compared or whole.distinct < distinct:
         return
-    if whole.shared * whole.compared < whole.ranks:  # a sampler repeats as many, so that all ranks have equally many
+    if whole.shared * whole.compared < whole.ranks:  # a sampler repeats as many to fill up all ranks
         return
     is_whole = loader.samples is not None and whole.samples >= share * loader.samples
-    # Such as an infinite sampler on each rank, or a data set of its own.
+    # For example, each rank has an infinite sampler or a separate data set.
     if not loader.is_iterable and not loader.is_divided and (not is_whole or whole.equal < overlap):
         return
     verdict = (
@@ -124,12 +124,12 @@ def same_samples_on_ranks(
 def same_samples_by_workers(
     evidence: Evidence, *, share: float = 0.8, samples: int = 16, before: float = 0.95
 ) -> Iterator[Finding]:
-    """Yield workers of which each yields all samples."""
+    """Yield workers that each load all samples."""
     loader = evidence.data.loader
     for each in _epochs(evidence):
         if loader.workers < 2 or each.distinct < samples:
             continue
-        # The workers behind a loader that wraps another one are not known. Passes follow each other.
+        # The workers of a wrapped loader are unknown. Without workers, one pass over the samples follows the other.
         is_mixed = each.is_whole and 0 < each.first_repeat <= before * each.distinct
         is_wrapped = loader.is_iterable and not loader.is_loader
         measured = float(is_wrapped and is_mixed and each.every == loader.workers) or each.by_workers
@@ -169,7 +169,7 @@ def batch_repeats(
     consecutive: float = 0.9,
     in_a_row: int = 20,
 ) -> Iterator[Finding]:
-    """Yield an epoch that has a few batches again and again."""
+    """Yield an epoch that repeats a few batches."""
     loader = evidence.data.loader
     for each in _epochs(evidence):
         if each.batches < batches:
@@ -183,7 +183,7 @@ def batch_repeats(
             following = "Look for a cache or a buffer that the data set or collate_fn reuses."
             yield replace(_of_epoch(evidence, each, verdict, cached=each.cached, **numbers), next=following)
             return
-        # A data set with few samples is repeated on purpose.
+        # A data set with few samples may be repeated on purpose.
         has_more = loader.samples is not None and loader.samples >= unused * each.distinct
         if loader.has_rows and has_more and each.distinct_batches * times <= each.batches:
             count = round(each.distinct_batches)
@@ -227,7 +227,7 @@ def few_samples(
     drawn: int = 64,
     values: int = 6,
 ) -> Iterator[Finding]:
-    """Yield an epoch that has a few samples of its data set alone."""
+    """Yield an epoch with only a few samples of its data set."""
     loader, epochs = evidence.data.loader, _epochs(evidence)
     for each in epochs:
         many = loader.has_rows and each.distinct >= drawn and loader.values >= values
@@ -249,7 +249,7 @@ def few_samples(
                 f"{each.samples / max(1.0, each.distinct):.0f} times"
             )
             found = _of_epoch(evidence, each, verdict, distinct=each.distinct, samples=each.samples)
-            # A curriculum or episodes have others in the next epoch, and weights may be zero.
+            # A curriculum or episodes have other samples in the next epoch, and sampling weights may be zero.
             is_fixed = each.is_same_set and "Weighted" not in loader.sampler
             if is_fixed or each is epochs[-1]:
                 yield found if is_fixed else replace(found, severity="note")
@@ -270,13 +270,13 @@ def few_samples(
 def validation_in_training(
     evidence: Evidence, *, share: float = 0.05, samples: int = 32, distinct: float = 0.99
 ) -> Iterator[Finding]:
-    """Yield samples of validation that are also samples of training."""
+    """Yield a finding if validation samples are also training samples."""
     found = evidence.data.validation
     if found is None or evidence.data.loader.is_overfit:
         return
     validation = "validation" if found.loader is None else f"loader {found.loader} of validation"
     if found.common_rows >= max(samples, share * found.rows):
-        # An augmentation changes the values of a sample, and no row.
+        # An augmentation changes the values of a sample, but not its row.
         verdict = (
             f"{found.common_rows} of the {found.rows} samples of {validation} are rows of the data set that are also "
             "samples of training"
@@ -287,7 +287,7 @@ def validation_in_training(
     if found.common < samples:
         return
     measured = found.common / max(1, found.compared)
-    # Samples with few possible values, such as three bits, are equal by chance.
+    # Samples with few possible values, such as three bits, may be equal by chance.
     if measured >= share and found.distinct >= distinct * found.samples:
         verdict = f"{measured:.0%} of the samples of {validation} are also samples of training"
         numbers = {"share": measured, "common": found.common, "compared": found.compared}
@@ -308,13 +308,13 @@ def validation_in_training(
     is_lasting=True,
 )
 def target_in_inputs(evidence: Evidence, *, samples: int = 64) -> Iterator[Finding]:
-    """Yield a finding if a value of the inputs is the target of each sample."""
+    """Yield a finding if an input value equals the target in each sample."""
     loader, epochs, step = evidence.data.loader, evidence.data.epochs, step_of(evidence)
     if not epochs or loader.target_place < 0 or loader.compared < samples:
         return
     inputs = [node for node in step.graph.nodes if node.kind == "input" and node.outputs]
     floats = [node for node in inputs if "float" in node.outputs[0].dtype and len(node.outputs[0].shape) > 1]
-    # The step may leave the value out.
+    # The step may drop this value from the inputs.
     if any(user.name in _SELECTIONS for node in floats for user in step.users(node)):
         return
     verdict = f"value {loader.target_place} of the inputs is the target in each of {loader.compared} compared samples"
@@ -350,7 +350,7 @@ _SELECTIONS = (
 def sorted_by_class(
     evidence: Evidence, *, batches: int = 3, changes: float = 50.0, share: float = 0.05, runs: float = 1.5
 ) -> Iterator[Finding]:
-    """Yield an epoch whose samples come class by class."""
+    """Yield an epoch whose samples are sorted by class."""
     loader = evidence.data.loader
     for each in _epochs(evidence):
         if each.classes < 2 or each.batches < batches or each.random_changes < changes:
@@ -379,7 +379,7 @@ def sorted_by_class(
     is_lasting=True,
 )
 def same_augmentation(evidence: Evidence) -> Iterator[Finding]:
-    """Yield random numbers that are the same in each worker, or in each epoch."""
+    """Yield a finding if each worker or each epoch draws the same random numbers."""
     found = evidence.data.draws
     if found is None or evidence.data.loader.is_overfit:
         return
@@ -405,7 +405,7 @@ def same_augmentation(evidence: Evidence) -> Iterator[Finding]:
 def reused_buffer(
     evidence: Evidence, *, batches: int = 8, share: float = 0.9, overwritten: int = 2
 ) -> Iterator[Finding]:
-    """Yield an epoch whose samples or batches are overwritten."""
+    """Yield an epoch whose samples or batches are overwritten while they are in use."""
     loader = evidence.data.loader
     for each in _epochs(evidence):
         if each.batches >= batches and each.equal >= share * each.batches:
@@ -431,7 +431,7 @@ _WHY_OVERWRITTEN = (
     "that fills its buffer again."
 )
 _NAMES = ("Weighted", "Distributed")
-"""Samplers that repeat or leave out samples on purpose have one of these in their names."""
+"""Parts of the class names of samplers that repeat or leave out samples on purpose."""
 
 
 @rule(
@@ -457,7 +457,7 @@ def repeated_samples(
     least: float = 0.01,
     most: float = 0.3,
 ) -> Iterator[Finding]:
-    """Yield an epoch in which samples come again before all others have come."""
+    """Yield an epoch in which samples are repeated before all others have come."""
     loader = evidence.data.loader
     for each in _epochs(evidence):
         if not each.is_whole or each.distinct < samples or not 0 < each.first_repeat <= before * each.distinct:
@@ -498,7 +498,7 @@ def _is_named(sampler: str) -> bool:
 def unused_samples(
     evidence: Evidence, *, epochs: int = 2, samples: int = 64, least: float = 0.05, most: float = 0.3
 ) -> Iterator[Finding]:
-    """Yield samples that come in no epoch."""
+    """Yield a finding if some samples come in no epoch."""
     loader = evidence.data.loader
     each = next((each for each in reversed(_epochs(evidence)) if each.passed >= epochs), None)
     if each is None or loader.samples is None or loader.samples < samples or loader.is_limited:
@@ -523,7 +523,7 @@ def unused_samples(
     is_lasting=True,
 )
 def same_order(evidence: Evidence, *, batches: int = 8, samples: int = 64) -> Iterator[Finding]:
-    """Yield an epoch that has the shuffled order of the one before."""
+    """Yield an epoch that repeats the shuffled order of the previous epoch."""
     loader = evidence.data.loader
     for each in _epochs(evidence):
         is_shuffled = loader.has_rows and not each.is_ascending and not each.first_repeat

@@ -27,9 +27,9 @@ _NEXT_MADE = "Divide it by its largest value, or pass its sines and cosines or a
 
 
 def _weight_gain(weight: View) -> float | None:
-    """Return the factor by which a layer scales independent inputs of rms 1: rms(weight) √inputs in the first record.
+    """Return the factor by which a layer scales independent inputs: rms(weight) √inputs in the first record.
 
-    An embedding has one input, which is 1. None if the module has no weight of a known shape.
+    An embedding counts as one input of 1. The factor is None if the module has no weight with a known shape.
     """
     values = weight.rms
     return float(values[0]) * _root_of_inputs(weight) if len(weight.shape) >= 2 and len(values) else None
@@ -39,9 +39,9 @@ def _root_of_inputs(weight: View) -> float:
     kind, shape = weight.kind, weight.shape
     if "Embedding" in kind:
         return 1.0
-    if weight.path.endswith("kernel"):  # of Keras, with the outputs last
+    if weight.path.endswith("kernel"):  # a kernel of Keras has the outputs last
         return float(np.sqrt(np.prod(shape[:-1])))
-    # transformers' Conv1D and transposed convolutions have the inputs first.
+    # Conv1D of transformers and transposed convolutions have the inputs first.
     first = kind == "Conv1D" or "Transpose" in kind
     return float(np.sqrt(shape[0] if first else np.prod(shape[1:])))
 
@@ -75,13 +75,13 @@ def _root_of_inputs(weight: View) -> float:
     },
 )
 def weights_too_large(evidence: Evidence, *, most: float = 8.0, most_of_last: float = 16.0) -> Iterator[Finding]:
-    """Yield the weights of new layers that are far larger than usual initializations."""
-    # In a loop that steps once in several batches, the first record of a weight may be after many steps; not so if a
-    # GradScaler skipped them.
+    """Yield the weights of new layers that are far larger than with usual initializations."""
+    # If a loop steps only once in several batches, the first record of a weight may come after many steps. Steps that a
+    # GradScaler skipped do not count.
     begun = next(iter(evidence.activations.steps), math.inf)
     begun = math.inf if evidence.parameters.about.get("overflow_steps") else begun
     for each in evidence.weights:
-        is_multiplied = "weight" in each.path or each.path.endswith("kernel")  # other matrices are not
+        is_multiplied = "weight" in each.path or each.path.endswith("kernel")  # other matrices may not be
         gain = _weight_gain(each) if is_multiplied else None
         is_first = bool((each.column("rms")[1][:1] <= begun).all())
         if gain is not None and is_first and gain > (most_of_last if each.is_last else most):
@@ -115,10 +115,10 @@ def norm_growth(
     large: float = 10.0,
     gain: float = 4.0,
 ) -> Iterator[Finding]:
-    """Yield the outputs and the weights that become large and grow as fast at the end of the run as before."""
+    """Yield the outputs and weights that become large and still grow at the end of the run."""
     outputs = [(each, 1.0 / large) for each in evidence.outputs if each.path.startswith("out")]
     if not outputs:
-        return  # without them, the report says that this rule had nothing to examine
+        return  # without outputs, the report lists this rule as not run
     weights = [(each, _root_of_inputs(each) / gain) for each in evidence.weights if len(each.shape) >= 2]
     for views in (outputs, weights):
         found = []
@@ -180,7 +180,7 @@ def norm_growth(
 def input_scale(
     evidence: Evidence, *, most: float = 20.0, least: float = 0.01, records: int = 4, sparse: float = 0.9
 ) -> Iterator[Finding]:
-    """Yield inputs of the model that are far from a usual scale."""
+    """Yield the model inputs with an unusual scale."""
     table, wiring = evidence.activations, evidence.wiring
     yield from _tiny_inputs(evidence, least, records, sparse)
     yield from _tiny_images(evidence, least, records, sparse)
@@ -196,7 +196,7 @@ def input_scale(
         scales = (
             None if recorded or "Embedding" in evidence.type_of(site.name) else _input_rms(View(evidence, table, site))
         )
-        # A layer learns to enlarge a constant, such as learned queries, so the first estimate counts, too.
+        # A layer may learn to enlarge a constant, such as learned queries, so the first estimate counts, too.
         scale = 0.0 if scales is None else min(np.median(scales), scales[0] if is_made else np.inf)
         if scale > most:
             verdict = f"the input of {site.name} has rms {scale:.3g}, estimated from its output and weights"
@@ -207,7 +207,7 @@ def input_scale(
 
 
 def _large_batches(evidence: Evidence, most: float) -> Iterator[Finding]:
-    """Yield the large tensors of the batch that a layer takes whose input is not estimated from its output."""
+    """Yield large batch tensors that feed a layer, if the layer's input cannot be estimated from its output."""
     step = step_of(evidence)
     for node in step.operations:
         sources = [step.made_by(each) for each in step.sources(node)[:1]] if node.name in _LAYERS else []
@@ -224,7 +224,7 @@ def _large_batches(evidence: Evidence, most: float) -> Iterator[Finding]:
 
 
 def _is_index(evidence: Evidence, name: str) -> bool:
-    """Return True if integers that no batch contains, such as time steps, become the input of a layer with a weight."""
+    """Return True if integers that are not in the batch, such as time steps, are the input of a layer with a weight."""
     graph = evidence.wiring.graph
     if graph is None or _weight_gain(evidence.parameter(name, "weight")) is None:
         return False
@@ -241,14 +241,15 @@ def _is_index(evidence: Evidence, name: str) -> bool:
 
 
 def _tiny_inputs(evidence: Evidence, least: float, records: int, sparse: float) -> Iterator[Finding]:
-    """Yield the first layers with tiny inputs, if all first layers have them and so has the batch.
+    """Yield the first layers if the inputs of all of them, and the tensors of the batch, are tiny.
 
-    The gradient of a weight is a sum of gradients times inputs, that of the bias the sum of the same gradients.
+    The weight gradient is a sum of gradients times inputs, and the bias gradient is the sum of the same gradients.
+    Their ratio gives the scale of the inputs.
     """
     batch = [View(evidence, evidence.losses, site) for site in evidence.losses.places if is_batch(*site)]
-    # A run whose first step is not finite has no row that counts.
+    # A run with a non-finite first step has no usable record.
     given = [each for each in batch if "float" in each.dtype and len(each.rms)]
-    # Rows of bags of words are small because most of their values are zero.
+    # Bags of words have a small rms because most of their values are zero.
     if any(each.rms.max(initial=0) >= least or np.median(each.zero_fraction) > sparse for each in given):
         return
     found = []
@@ -260,7 +261,7 @@ def _tiny_inputs(evidence: Evidence, least: float, records: int, sparse: float) 
         if len(gradient.rms) != len(of_bias) or len(of_bias) < records or not of_bias.all():
             return
         ratio = gradient.rms / of_bias
-        # Rows of zeros and ones have a small rms, too.
+        # Sparse rows of zeros and ones have a small rms, too.
         if not 0 < ratio.max() < least or np.median(gradient.zero_fraction) > sparse:
             return
         size = float(np.median(ratio))
@@ -274,9 +275,10 @@ def _tiny_inputs(evidence: Evidence, least: float, records: int, sparse: float) 
 
 
 def _tiny_images(evidence: Evidence, least: float, records: int, sparse: float) -> Iterator[Finding]:
-    """Yield the tiny images of the batch that a convolution takes, if no normalization enlarges what it returns.
+    """Yield the tiny batch images that feed a convolution, if no normalization enlarges its output.
 
-    The gradients of its weight and of its bias are sums over all places, which cancel differently.
+    The ratio of weight and bias gradient is no estimate here: both are sums over all positions, which cancel
+    differently.
     """
     step = step_of(evidence)
     for node in step.operations:
@@ -293,7 +295,7 @@ def _tiny_images(evidence: Evidence, least: float, records: int, sparse: float) 
 
 
 def _tiny_embeddings(evidence: Evidence, least: float, records: int) -> Iterator[Finding]:
-    """Yield the embeddings that their ``max_norm`` keeps tiny, if no normalization enlarges them."""
+    """Yield the embeddings that are kept tiny by ``max_norm``, if no normalization enlarges them."""
     step = step_of(evidence)
     for node in step.operations:
         limit = setting(node, "max_norm") if node.name == "embedding" else ""
@@ -307,7 +309,7 @@ def _tiny_embeddings(evidence: Evidence, least: float, records: int) -> Iterator
 
 
 def _large_inputs(evidence: Evidence, inputs: list[View], most: float) -> Iterator[Finding]:
-    """Yield the recorded inputs that are too large."""
+    """Yield the recorded module inputs that are too large."""
     rms = evidence.medians(evidence.inputs, "rms") if inputs else {}
     for each in inputs:
         if (size := rms[each.site]) > most:

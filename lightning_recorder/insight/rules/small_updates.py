@@ -16,7 +16,7 @@ from lightning_recorder.records.table import Floats
 __all__ = ["FEWEST_VALUES", "TOLERANCE", "are_new", "largest_ratio", "total_norms"]
 
 FEWEST_VALUES, TOLERANCE = 256, 0.05
-"""The limits of :func:`are_new`, which two rules share."""
+"""The limits of :func:`are_new`, shared by two rules."""
 
 
 @rule(
@@ -38,7 +38,7 @@ FEWEST_VALUES, TOLERANCE = 256, 0.05
 def updates_lost(
     evidence: Evidence, *, persistence: int = 2, zero_fraction: float = 0.5, of_lost: float = 0.8
 ) -> Iterator[Finding]:
-    """Yield the weights whose updates are lost in their number format."""
+    """Yield the weights whose updates are lost to rounding in their number format."""
     for each in evidence.weights:
         update, gradient = each.update.zero_fraction, each.gradient.zero_fraction
         if min(len(update), len(gradient)) < persistence or each.dtype not in ("bfloat16", "float16"):
@@ -61,7 +61,7 @@ def updates_lost(
     explains={"barely-moves": ("any",), "unlike-siblings": ("any",)},
 )
 def does_not_move(evidence: Evidence, *, persistence: int = 2) -> Iterator[Finding]:
-    """Yield the weights that do not change although they have a gradient."""
+    """Yield the weights that have a gradient but do not change."""
     lost = without_gradient(evidence, persistence)
     moving = [each for each in evidence.tensors if each.module not in lost and (each.gradient.rms > 0).any()]
     stuck = [each for each in moving if len(each.update_ratio) >= persistence and (each.update_ratio == 0).all()]
@@ -103,13 +103,13 @@ def _is_constant(values: Floats, persistence: int) -> bool:
     explains=dict.fromkeys(("unlike-siblings", "barely-moves", "learning-rate-outlier"), ("any",)),
 )
 def set_back(evidence: Evidence, *, persistence: int = 4) -> Iterator[Finding]:
-    """Yield the weights that have the same values in all records although each step changes them."""
+    """Yield the weights that are changed by each step, but have the same values in all records."""
     found = list(evidence.weights)
-    # One statistic of all weights after the other: a history keeps the arrays of a few statistics only.
+    # Read one statistic of all weights at a time, since a history caches the arrays of only a few statistics.
     for name in ("mean", "rms", "min", "max"):
         found = [each for each in found if _is_constant(each.column(name)[0], persistence)]
     found = [each for each in found if len(each.update.rms) >= persistence and (each.update.rms > 0).all()]
-    # A weight of zeros, or of one value and its negative, may be meant to stay as it is.
+    # Weights with a mean of zero, such as zeros, may be constant on purpose.
     found = [each for each in found if each.column("mean")[0].all()]
     if found:
         first = found[0]
@@ -146,7 +146,7 @@ def barely_moves(
 ) -> Iterator[Finding]:
     """Yield the weights whose updates are too small to matter."""
     largest = largest_ratio(evidence, persistence)
-    # Fine-tuning makes small steps on purpose, and a warm-up begins with them.
+    # Fine-tuning makes small steps on purpose, and a warm-up begins with small steps.
     of_new = new if are_new(evidence, numel, tolerance) and not _warms_up(evidence, warm_up) else 0.0
     if 0 < largest < max(update_ratio, of_new):
         first = evidence.weights[0]
@@ -180,20 +180,20 @@ def total_norms(evidence: Evidence) -> Floats:
 
 
 def largest_ratio(evidence: Evidence, records: int) -> float:
-    """Return the median ``update_ratio`` of the weight that moves most; 0 if there are fewer records of it."""
+    """Return the largest median ``update_ratio`` of all weights with at least ``records`` records; 0 without any."""
     ratios = (each.update_ratio for each in evidence.weights)
     return max((float(np.median(each)) for each in ratios if len(each) >= records), default=0.0)
 
 
 def are_new(evidence: Evidence, numel: int, tolerance: float) -> bool:
-    """Return True if most weights are in the last record still distributed as in new layers of torch: uniformly.
+    """Return True if most weights still have the uniform distribution of new torch layers in the last record.
 
-    The largest value is then √3 × the rms. Training makes a few values larger.
+    The largest value of a uniform distribution is √3 × the rms. Training makes a few values larger.
 
     Args:
         evidence: The evidence.
-        numel: The least number of values of a weight whose distribution is known.
-        tolerance: The largest relative difference.
+        numel: The least number of values of a compared weight.
+        tolerance: The largest relative difference from √3 × the rms.
     """
     last = []
     for each in evidence.weights:
@@ -224,7 +224,7 @@ def _warms_up(evidence: Evidence, factor: float) -> bool:
 def slow_last_layer(
     evidence: Evidence, *, factor: float = 50.0, slowness: float = 25.0, fewest: int = 2
 ) -> Iterator[Finding]:
-    """Yield a finding if the last layers, and no others, are in a group with a far smaller learning rate."""
+    """Yield a finding if only the last layers have a far smaller learning rate than the others."""
     rates = {each: values.max() for each in evidence.weights if len(values := each.learning_rate)}
     ratios = {each: float(np.median(values)) for each in rates if len(values := each.update_ratio)}
     usual = float(np.median([*rates.values()] or [0.0]))
@@ -250,7 +250,7 @@ def slow_last_layer(
 
 
 def _settings(parameter: View) -> list[str]:
-    """Describe the settings that may keep a parameter from moving, where known."""
+    """Describe the known settings that may keep a parameter from moving."""
     rates, limit = parameter.learning_rate, parameter.table.about.get("gradient_clip_val")
     found = [f"learning rate {np.median(rates):.3g}"] if len(rates) else []
     is_clipped = isinstance(limit, (int, float)) and limit > 0

@@ -1,4 +1,4 @@
-"""Rules about what a loss compares: the range, the scale and the meaning of its targets."""
+"""Rules about the targets of a loss: their range, their scale and their meaning."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lightning_recorder.records.histogram import Histogram
 
 _ANY = ("any",)
 
-_RANGES = {  # of the outputs of functions
+_RANGES = {  # the output ranges of functions
     **dict.fromkeys(("sigmoid", "softmax", "hardsigmoid"), (0.0, 1.0)),
     **dict.fromkeys(("relu", "relu_", "softplus"), (0.0, np.inf)),
     "relu6": (0.0, 6.0),
@@ -56,16 +56,16 @@ _RANGES = {  # of the outputs of functions
 def target_scale(
     evidence: Evidence, *, persistence: int = 4, ratio: float = 10.0, records: int = 8, large: float = 50.0
 ) -> Iterator[Finding]:
-    """Yield a finding if the targets of a regression, or its mean error, stay far larger than its predictions.
+    """Yield a finding if the targets or the mean error of a regression stay far larger than the predictions.
 
-    The gradient of the last bias under a mean squared error of K outputs is 2/K times the mean error of each.
+    For a mean squared error over K outputs, the gradient of the last bias is 2/K times the mean error of each output.
     """
     step = step_of(evidence)
     for node in step.operations:
         prediction, target = sides_of(evidence, step, node) if node.name in _SQUARED else (None, None)
         if prediction and target and min(len(prediction.rms), len(target.rms)) >= records:
             given, predicted = target.rms[-persistence:], prediction.rms[-persistence:]
-            # A last layer that begins at zero reaches small targets, such as noise, only later.
+            # A last layer that begins at zero needs time to reach even small targets, such as noise.
             if (given >= np.maximum(large, ratio * predicted)).all():
                 verdict = (
                     f"the targets of {node.name} in {step.place(node)} have rms {given[-1]:.3g} in the latest record, "
@@ -77,7 +77,7 @@ def target_scale(
         layer = step.behind(node) if node.name == "mse_loss" and setting(node, "reduction") in ("", "'mean'") else None
         users = step.users(node) if layer is not None else [node]
         shape = shape_of(node)
-        # A factor, another term of the loss, or another use of the layer would change the gradient.
+        # The gradient gives the error only without a factor, another loss term or another use of the layer.
         if layer is None or layer.name != "linear" or users or not shape or len(list(step.readers(layer))) != 1:
             continue
         name = step.owner(layer)
@@ -88,7 +88,7 @@ def target_scale(
             continue
         errors = gradients[-persistence:] * (layer.outputs[0].shape[-1] if layer.outputs else 1) / 2
         signs = np.sign(gradient.column("mean")[0][-records:]) if gradient.numel == 1 else np.ones(1)
-        # Around predictions close to 0, the mean error of a few samples is noise, whose sign changes.
+        # For predictions near 0, the mean error of a few samples is noise, and its sign changes.
         if (errors / sizes[-persistence:] > ratio).all() and len(set(signs)) <= 1:
             error, size = float(errors[-1]), float(sizes[-1])
             verdict = (
@@ -100,7 +100,7 @@ def target_scale(
 
 
 _SQUARED = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
-_SEVERAL = 3  # classes
+_SEVERAL = 3  # the least number of classes whose entries of a softmax differ in their binary loss
 _SIGNED = ("cosine_embedding_loss", "margin_ranking_loss", "hinge_embedding_loss", "soft_margin_loss")
 _BINARY = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
 
@@ -121,7 +121,7 @@ _BINARY = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
     ),
 )
 def output_range(evidence: Evidence, *, persistence: int = 4, margin: float = 0.1) -> Iterator[Finding]:
-    """Yield the losses whose targets are out of the range of their predictions."""
+    """Yield the losses whose targets are outside of the range of the predictions."""
     step = step_of(evidence)
     for site in evidence.losses.places:
         labels = View(evidence, evidence.losses, site)
@@ -155,7 +155,7 @@ def output_range(evidence: Evidence, *, persistence: int = 4, margin: float = 0.
         (least, most, size, mean), steps = target.columns("min", "max", "rms", "mean")
         if len(steps) < persistence:
             continue
-        # Without an upper end, the size of the targets is the scale.
+        # If the range has no upper end, the excess is divided by the rms of the targets.
         beyond = np.maximum(low - least, most - high) / np.where(np.isfinite(high), high - low, np.maximum(size, 1e-30))
         if not (beyond[-persistence:] > margin).all():
             sums = mean[-persistence:] * (shape_of(node, 1) or (1,))[-1]
@@ -193,7 +193,7 @@ _NEXT_BLANK = "Number the labels from 1 on and give the model one more output, o
 
 
 def _values_behind(step: RecordedStep, node: Node) -> Node | None:
-    """Return the node that made the values of the first input, also through the selection of some of them."""
+    """Return the node that computed the values of the first input, skipping changes of shape and selections."""
     source = step.behind(node)
     while source is not None and source.name in ("getitem", "select", "narrow"):
         source = step.behind(source)
@@ -213,7 +213,7 @@ def _values_behind(step: RecordedStep, node: Node) -> Node | None:
     records=4,
 )
 def classes_by_error(evidence: Evidence, *, persistence: int = 4, tolerance: float = 1e-6) -> Iterator[Finding]:
-    """Yield the losses for numbers whose predictions are probabilities and whose targets are classes."""
+    """Yield regression losses whose predictions are probabilities and whose targets are classes."""
     step = step_of(evidence)
     for node in step.operations:
         source, shape = step.behind(node), shape_of(node)
@@ -222,13 +222,13 @@ def classes_by_error(evidence: Evidence, *, persistence: int = 4, tolerance: flo
             continue
         if source.name not in ("softmax", "sigmoid") or (source.name == "sigmoid" and prod(shape[1:]) != 1):
             continue
-        # For two classes, both entries of a softmax have the same binary loss.
+        # With two classes, both entries of a softmax have the same binary loss, which is fine.
         if is_binary and (source.name == "sigmoid" or shape[-1] < _SEVERAL):
             continue
         _, target = sides_of(evidence, step, node)
         (least, most, mean, size), steps = target.columns("min", "max", "mean", "rms")
         last = slice(-persistence, None)
-        # Values that are 0 or 1 are equal to their squares.
+        # The numbers 0 and 1 equal their squares.
         are_binary = (least == 0) & (most == 1) & (np.abs(mean - size**2) < tolerance)
         if len(steps) >= persistence and are_binary[last].all():
             compares = (
@@ -260,7 +260,7 @@ def classes_by_error(evidence: Evidence, *, persistence: int = 4, tolerance: flo
 def classes_as_numbers(
     evidence: Evidence, *, records: int = 4, fewest: int = 3, most: int = 20, share: float = 0.5
 ) -> Iterator[Finding]:
-    """Yield a note about losses for numbers whose targets may be the numbers of classes."""
+    """Yield a note about regression losses whose targets may be class numbers."""
     step = step_of(evidence)
     for node in step.operations:
         prediction, given = step.comparisons.get(node.id, (*step.sources(node), node, node)[:2])
@@ -273,7 +273,7 @@ def classes_as_numbers(
         number = int(last.max(initial=0)) + 1
         if len(steps) < records or not fewest <= number <= most or step.roots[given.id] != {"input"}:
             continue
-        # Each of the classes is in most batches, but the largest count of a batch differs.
+        # Most batches contain all classes, so their minimum and maximum are equal. Those of counts vary.
         ends = min(np.mean(least == 0), np.mean(last == number - 1))
         source = step.made_by(given)
         is_whole = source.kind == "input" and bool(source.outputs) and "int" in source.outputs[0].dtype
@@ -289,16 +289,16 @@ def classes_as_numbers(
 
 
 _FEWEST_ROWS = 2
-_EXACT = 10  # below it, a bin of a histogram begins at each whole number, but for 9, which has that of 8
+_EXACT = 10  # below 10, each integer has a histogram bin that begins with it; only 9 is in the bin of 8
 
 
 def _are_whole(histogram: Histogram) -> bool:
-    """Return True if all values of a histogram are whole numbers from 0 to 9: its sums are those of the bins."""
+    """Return True if all values of a histogram are integers from 0 to 9: the lower bin edges reproduce its sums."""
     if not histogram.count or histogram.fraction < 1:
         return False
     edges = np.maximum(histogram.edges[:-1], 0)[histogram.counts > 0]
     counts = histogram.counts[histogram.counts > 0]
-    nines = histogram.sum - counts @ edges  # each adds 1 to the sum, and 81 - 64 to that of the squares
+    nines = histogram.sum - counts @ edges  # each 9 adds 1 to the sum, and 81 - 64 to the sum of squares
     is_exact = nines == np.round(nines) >= 0 and (nines == 0 or histogram.max == _EXACT - 1)
     are_squares = math.isclose(histogram.sum_squares, counts @ edges**2 + 17 * nines)
     return bool(histogram.min >= 0 and histogram.max < _EXACT and is_exact and are_squares and (edges % 1 == 0).all())
@@ -319,7 +319,7 @@ def _are_whole(histogram: Histogram) -> bool:
     ),
 )
 def constant_target(evidence: Evidence, *, persistence: int = 8, targets: int = 64) -> Iterator[Finding]:
-    """Yield the losses whose targets are the same number in all records."""
+    """Yield the losses whose targets are one constant in all records."""
     step = step_of(evidence)
     for node in step.operations:
         sources = step.sources(node)
@@ -340,7 +340,7 @@ def constant_target(evidence: Evidence, *, persistence: int = 8, targets: int = 
 
 
 def _compares_pairs(step: RecordedStep, loss: Node) -> bool:
-    """Return True if a loss gets the products of all pairs of two outputs, whose classes are the pairs' places."""
+    """Return True for a contrastive loss: the logits are products of all pairs of outputs, the classes positions."""
     shape, source = shape_of(loss), step.behind(loss) if loss.name == "cross_entropy" else None
     while source is not None and source.name in ("mul", "div"):  # the temperature
         source = step.behind(source)
@@ -366,7 +366,7 @@ def _compares_pairs(step: RecordedStep, loss: Node) -> bool:
 def discriminator_wins(
     evidence: Evidence, *, persistence: int = 4, records: int = 8, sure: float = 0.02, shrink: float = 30.0
 ) -> Iterator[Finding]:
-    """Yield a finding if a discriminator is sure about all samples, and the generator has lost its gradients."""
+    """Yield a finding if a discriminator is sure about all samples and the generator has lost its gradient."""
     step = step_of(evidence)
     learned: dict[str, list[tuple[float, float, set[str]]]] = {}
     for node in step.operations:
@@ -383,7 +383,7 @@ def discriminator_wins(
     for name, losses in learned.items():
         own = set.intersection(*(modules for _, _, modules in losses))
         generator = set.union(*(modules for _, _, modules in losses)) - own
-        # The loss of the generator has the target 1 for samples of the generator, where the discriminator is wrong.
+        # The generator's loss has the target 1 for generated samples, so a sure discriminator is wrong there.
         wrong = [min((off for least, off, _ in losses if least == target), default=1.0) for target in (0, 1)]
         norms = [each.gradient.rms for each in evidence.weights if each.module in generator]
         norms = [each for each in norms if len(each) >= records and each[0] > 0]
@@ -399,7 +399,7 @@ def discriminator_wins(
 
 
 def _trained_by(step: RecordedStep, node: Node) -> set[str]:
-    """Return the modules whose parameters a gradient reaches from an operation."""
+    """Return the modules whose parameters get a gradient from an operation."""
     found, seen, todo = set(), {node.id}, [node]
     while todo:
         for each in step.sources(todo.pop()):
@@ -422,7 +422,7 @@ def _trained_by(step: RecordedStep, node: Node) -> set[str]:
     records=4,
 )
 def padding_as_target(evidence: Evidence, *, persistence: int = 4, share: float = 0.2) -> Iterator[Finding]:
-    """Yield the losses many of whose targets are the padding."""
+    """Yield the losses in which many targets are padding."""
     step = step_of(evidence)
     pads = [node for node in step.operations if node.name == "embedding" and setting(node, "padding_idx") == "0"]
     tokens = {each.id for node in pads for each in _inputs_of(step, node)}
@@ -444,7 +444,7 @@ def padding_as_target(evidence: Evidence, *, persistence: int = 4, share: float 
 
 
 def _inputs_of(step: RecordedStep, node: Node) -> list[Node]:
-    """Return the inputs of the model that a node takes through changes of the shape and selections."""
+    """Return the model inputs that a node gets, maybe reshaped or with some entries selected."""
     found, todo = [], [node]
     while todo:
         each = todo.pop()
@@ -469,7 +469,7 @@ def _inputs_of(step: RecordedStep, node: Node) -> list[Node]:
     is_lasting=True,
 )
 def no_end_as_target(evidence: Evidence, *, records: int = 4, share: float = 0.9) -> Iterator[Finding]:
-    """Yield the losses of next tokens whose targets never have the end token that each sequence of the inputs has."""
+    """Yield next-token losses whose targets never contain the end token, although each input sequence has one."""
     for each in (View(evidence, evidence.losses, site) for site in evidence.losses.places):
         after = View(evidence, evidence.losses, Site(each.module, "in.target.next")).mean
         is_never = each.path == "in.target.ends" and len(each.mean) >= records and not each.mean.any()
@@ -493,9 +493,9 @@ def no_end_as_target(evidence: Evidence, *, records: int = 4, share: float = 0.9
     is_lasting=True,
 )
 def copies_the_input(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding if the targets of a causal model are the tokens that it reads at the same positions."""
+    """Yield a finding if the targets of a causal model are its input tokens at the same positions."""
     step = step_of(evidence)
-    # A mask may also hide padding alone, as in an autoencoder, so that the attention of the heads decides.
+    # A mask may hide only padding, as in an autoencoder, so the recorded attention to later positions decides.
     layers = [heads[0].attention_future for heads in layers_of(evidence, evidence.heads).values()]
     seen = [future for future in layers if len(future)]
     is_causal = bool(seen) and not any(future.any() for future in seen)
@@ -506,7 +506,7 @@ def copies_the_input(evidence: Evidence) -> Iterator[Finding]:
         tokens, logits = step.made_by(sources[1]), step.made_by(sources[0])
         if not is_causal and not _follows_each_token(step, tokens, logits):
             continue
-        before = step.ancestors(node)  # of what the step also computes, nothing counts
+        before = step.ancestors(node)  # other operations of the step do not count
         readers = [each for each in step.readers(tokens) if each is node or each.id in before]
         readers = readers if tokens.kind == "input" else []
         is_read = bool(readers) and all(each is node or each.name == "embedding" for each in readers)
@@ -525,9 +525,9 @@ _POSITION_BY_POSITION = re.compile(
 
 
 def _follows_each_token(step: RecordedStep, tokens: Node, logits: Node) -> bool:
-    """Return True if layers and a recurrence lead from each token to the logits at its position.
+    """Return True if each token reaches the logits at its position through layers and a recurrence.
 
-    The last state of a recurrence, from which an autoencoder repeats the tokens, has another shape.
+    In an autoencoder, the tokens are decoded from the last state of a recurrence, which has another shape.
     """
     shape = tokens.outputs[0].shape if tokens.kind == "input" and tokens.outputs else ()
     node: Node | None = logits
@@ -547,7 +547,7 @@ def _follows_each_token(step: RecordedStep, tokens: Node, logits: Node) -> bool:
     is_lasting=True,
 )
 def unknown_noise(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the regressions whose target is noise that the model does not get, or all that it gets."""
+    """Yield the regressions whose target is noise that the model does not get, or noise that is all it gets."""
     step = step_of(evidence)
     for node, prediction, given in _regressions(step):
         target, known = step.made_by(given), step.ancestors(prediction)
@@ -572,7 +572,10 @@ _DIFFERENCES, _POWERS = ("sub", "__sub__"), ("pow", "__pow__", "square", "abs")
 
 
 def _regressions(step: RecordedStep) -> Iterator[tuple[Node, Node, Node]]:
-    """Yield the losses of trained predictions, also those that are written out, with the prediction and the target."""
+    """Yield the regression losses with a trained prediction, and their predictions and targets.
+
+    Losses that are written as formulas count, too.
+    """
     for node in step.operations:
         sources = step.sources(node)[:2]
         if len(sources) == 2 and node.name in _REGRESSIONS and sources[0].id in step.trained:
@@ -584,7 +587,7 @@ def _regressions(step: RecordedStep) -> Iterator[tuple[Node, Node, Node]]:
 
 
 def _powers_of(step: RecordedStep, difference: Node) -> list[Node]:
-    """Return the squares and amounts of a difference that a loss adds up."""
+    """Return the squares and absolute values of a difference in a loss."""
     return [each for each in step.users(difference) if each.name in _POWERS and step.signs.get(each.id) == {1}]
 
 
@@ -596,7 +599,7 @@ _NOISE = ("randn", "randn_like")
 
 
 def _is_noisy(step: RecordedStep, node: Node) -> bool:
-    """Return True for a sum of data and of noise, each times a tensor, as where the share of the noise varies."""
+    """Return True for a sum of data and noise, each multiplied by a tensor, as if the share of noise varies."""
     sources = step.sources(node) if node.name in ("add", "__add__", "add_") else []
     products = [step.sources(each) for each in sources if each.name in ("mul", "__mul__", "__rmul__", "mul_")]
     if len(products) != 2 or any(len(each) != 2 for each in products) or "parameter" in step.roots[node.id]:
@@ -607,7 +610,7 @@ def _is_noisy(step: RecordedStep, node: Node) -> bool:
 
 
 def _is_given_to_layers(step: RecordedStep, node: Node) -> bool:
-    """Return True if a layer, or what joins its inputs, takes the values of a node."""
+    """Return True if a layer, or an operation that joins the inputs of a layer, uses the values of a node."""
     todo = list(step.readers(node))
     for each in todo:
         if any(one.kind == "parameter" for one in step.sources(each)):
@@ -627,7 +630,7 @@ def _is_given_to_layers(step: RecordedStep, node: Node) -> bool:
     is_lasting=True,
 )
 def exchanged_quantiles(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the losses of quantiles whose error has the wrong sign."""
+    """Yield the quantile losses whose error has the wrong sign."""
     step = step_of(evidence)
     for node in step.operations:
         parts = step.sources(node) if node.name in ("max", "maximum") else []
@@ -651,7 +654,7 @@ def exchanged_quantiles(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _is_less(step: RecordedStep, one: Node, other: Node) -> bool:
-    """Return True if a tensor is another one, which no parameter gives, minus 1."""
+    """Return True if ``one`` is ``other`` minus 1 and depends on no parameter."""
     is_less = one.name in _DIFFERENCES and setting(one, "other") in ("1", "1.0")
     return is_less and step.sources(one) == [other] and "parameter" not in step.roots[one.id]
 
@@ -667,7 +670,7 @@ def _is_less(step: RecordedStep, one: Node, other: Node) -> bool:
     is_lasting=True,
 )
 def largest_value(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the regressions of the largest output of a network to a reward and the largest value of the next state."""
+    """Yield Q-learning losses that train the largest value instead of the value of the chosen action."""
     step = step_of(evidence)
     for node, prediction, target in _regressions(step):
         best, total = step.made_by(prediction), step.made_by(target)
@@ -701,7 +704,7 @@ def _is_largest(node: Node) -> bool:
     is_lasting=True,
 )
 def raised_values(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a critic that the loss of the actor trains to give larger values."""
+    """Yield a critic that the actor's loss trains to return larger values."""
     step = step_of(evidence)
     kinds = [node.kind for node in step.graph.nodes]
     if kinds.count("optimizer") != 1 or kinds.count("backward") != 1:
@@ -730,7 +733,7 @@ def raised_values(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _layer_of(step: RecordedStep, node: Node) -> Node | None:
-    """Return the linear layer whose output, or a column of it, a node is."""
+    """Return the linear layer whose output, or a selection of it, is the value of a node."""
     source: Node | None = step.made_by(node)
     while source is not None and source.name in ("getitem", "select"):
         source = step.behind(source)
@@ -738,7 +741,7 @@ def _layer_of(step: RecordedStep, node: Node) -> Node | None:
 
 
 def _weight_of(step: RecordedStep, layer: Node) -> int:
-    """Return the id of the trained weight of a layer; 0 without any."""
+    """Return the id of the trained weight of a layer; 0 if it has none."""
     return next((each.id for each in step.sources(layer) if each.kind == "parameter" and not each.note), 0)
 
 
@@ -754,7 +757,7 @@ def _weight_of(step: RecordedStep, layer: Node) -> int:
     is_lasting=True,
 )
 def seen_targets(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the losses that count all tokens, although the step hides some of them at random."""
+    """Yield the losses over all tokens in steps that hide random tokens, which alone should count."""
     step = step_of(evidence)
     for node in step.operations:
         sources = step.sources(node)
@@ -793,7 +796,7 @@ def _hides(step: RecordedStep, node: Node) -> bool:
     is_lasting=True,
 )
 def shifted_twice(evidence: Evidence, *, share: float = 0.9) -> Iterator[Finding]:
-    """Yield a finding if the targets are the tokens after the next ones, and those of no loss are the next ones."""
+    """Yield a finding if the targets are shifted by two tokens, and no loss has the next tokens as targets."""
     losses = [View(evidence, evidence.losses, site) for site in evidence.losses.places]
     if any((each.mean > share).any() for each in losses if each.path == "in.target.next"):
         return
@@ -820,7 +823,7 @@ def shifted_twice(evidence: Evidence, *, share: float = 0.9) -> Iterator[Finding
     is_lasting=True,
 )
 def generator_helps(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding if the loss of a generator has the labels that its samples have in that of the discriminator."""
+    """Yield a finding if generator and discriminator losses have the same labels for generated samples."""
     step = step_of(evidence)
     losses: dict[tuple[str, str], list[tuple[float, set[str], set[str], Node]]] = {}
     for node in step.operations:
@@ -829,7 +832,7 @@ def generator_helps(evidence: Evidence) -> Iterator[Finding]:
         (least, most), _ = sides_of(evidence, step, node)[1].columns("min", "max")
         if node.name in (*_BINARY, "mse_loss") and len(least) and least.min() == most.max():
             label = float(least[0])
-        # The critic of a Wasserstein GAN has no labels, but signs: its scores are made larger or smaller.
+        # The critic of a Wasserstein GAN has signs instead of labels: its scores are raised or lowered.
         elif node.name == "mean" and len(signs) == 1 and node.outputs and not node.outputs[0].shape:
             label = float(next(iter(signs)))
         if source is None or label is None:
@@ -842,13 +845,13 @@ def generator_helps(evidence: Evidence) -> Iterator[Finding]:
             losses.setdefault((step.owner(layer), kind), []).append((label, _trained_by(step, source), before, node))
     for (name, kind), found in losses.items():
         own = set.intersection(*(trained for _, trained, _, _ in found))
-        # A generator may also maximize the loss of the discriminator, with its labels.
+        # A generator may also maximize the discriminator's loss, with the discriminator's labels.
         of_generator = [each for each in found if each[1] - own and (kind or step.signs.get(each[3].id) == {1})]
         generator = set.union(set(), *(trained - own for _, trained, _, _ in of_generator))
         others = [(label, bool(before & generator)) for label, trained, before, _ in found if not trained - own]
         labels = {each[0] for each in of_generator}
         made, real = ({label for label, is_made in others if is_made is each} for each in (True, False))
-        # One label for generated samples without a gradient, and the other one for real samples.
+        # The discriminator's loss has this label for detached generated samples and the other label for real samples.
         if len(labels) == 1 and made == labels and real - labels:
             node, (label,) = of_generator[0][3], labels
             way = "smaller" if label > 0 else "larger"

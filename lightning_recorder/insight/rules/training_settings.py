@@ -19,9 +19,9 @@ from lightning_recorder.insight.rule import GRAPH, VALIDATION, rule
 from lightning_recorder.insight.rules.small_updates import FEWEST_VALUES, TOLERANCE, are_new, largest_ratio, total_norms
 from lightning_recorder.records.table import Floats
 
-# Adam with an L2 penalty, and others that add the decay to a gradient that they divide by its size.
+# Optimizers that add weight decay to the gradient before dividing it by its size, such as Adam.
 _COUPLED = ("Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop")
-_MODAL = ("BatchNorm", "Dropout", "DropPath", "InstanceNorm")  # parts of the names of classes that depend on the mode
+_MODAL = ("BatchNorm", "Dropout", "DropPath", "InstanceNorm")  # parts of class names that depend on the mode
 
 
 @rule(
@@ -41,9 +41,9 @@ _MODAL = ("BatchNorm", "Dropout", "DropPath", "InstanceNorm")  # parts of the na
     },
 )
 def softmax_dimension(evidence: Evidence, *, tolerance: float = 0.01) -> Iterator[Finding]:
-    """Yield each softmax of attention scores whose mean is that of a softmax over another dimension than the last two.
+    """Yield each softmax of attention scores that runs over another dimension than the last two.
 
-    The mean of a softmax is 1 / size of the dimension that it adds up over.
+    The mean of the output shows the dimension: it is 1 / the size of the dimension that the softmax runs over.
     """
     means = evidence.medians(evidence.activations, "mean")
     for view in evidence.outputs:
@@ -97,15 +97,15 @@ def learning_rate_too_large(
     shrinks: float = 0.5,
     tiny: float = 0.03,
 ) -> Iterator[Finding]:
-    """Yield a finding if most weights are replaced by the first step, or by a few steps over most of the run."""
+    """Yield a finding if the first step, or every few steps over most of the run, replace most weights."""
     sizes = {
         each: found
         for each in evidence.weights
         if len(found := each.update_ratio) >= persistence
-        and not (each.rms[-1:] < shrinks * each.rms[:1]).any()  # by weight decay, not by the learning rate
+        and not (each.rms[-1:] < shrinks * each.rms[:1]).any()  # such a weight is shrunk by weight decay
     }
     rates = [rate for each in evidence.weights for rate in each.learning_rate]
-    # A linear model may take large steps: nothing behind it is spoilt, and if they are too large, it diverges.
+    # A linear model may take large steps, since no later layer is spoilt. If they are too large, it diverges.
     is_linear = len(evidence.weights) == 1 and evidence.weights[0].is_last
     if not sizes or is_linear:
         return
@@ -114,7 +114,7 @@ def learning_rate_too_large(
     at_first = {
         each: float(found[0])
         for each, found in sizes.items()
-        if np.isfinite(found[0]) and not _gain(each) < tiny  # the first step has to be large for these
+        if np.isfinite(found[0]) and not _gain(each) < tiny  # tiny weights need a large first step
     }
     for when, values, limit in (
         ("a step changes", later, update_ratio),
@@ -161,7 +161,7 @@ def _gain(weight: View) -> float:
     ),
 )
 def weight_decay_too_strong(evidence: Evidence, *, persistence: int = 3, share: float = 0.01) -> Iterator[Finding]:
-    """Yield a finding if weight decay removes a large share of the weights in every step."""
+    """Yield a finding if weight decay removes a large share of each weight in every step."""
     groups = evidence.parameters.about.get("groups") or ()
     shares: dict[View, float] = {}
     for each in evidence.weights:
@@ -238,7 +238,7 @@ def always_clipped(
     numel: int = FEWEST_VALUES,
     tolerance: float = TOLERANCE,
 ) -> Iterator[Finding]:
-    """Yield a note if clipping shrinks the gradient of every record by a large factor; a warning for SGD."""
+    """Yield a note, or a warning for SGD, if clipping greatly shrinks the gradient in every record."""
     table, limit = evidence.parameters, evidence.parameters.about.get("gradient_clip_val")
     norms = total_norms(evidence)
     by_norm = table.about.get("gradient_clip_algorithm") == "norm"
@@ -248,7 +248,7 @@ def always_clipped(
     if least > factor:
         verdict = f"clipping to a norm of {limit:.3g} shrinks the gradient of every step, at least {least:.3g}-fold"
         found = evidence.view(table, "").found(verdict, factor=least, limit=limit)
-        # Adam divides the factor out again.
+        # Adam is invariant to the scale of the gradient.
         is_sgd = [group.get("optimizer") for group in table.about.get("groups") or ()] == ["SGD"]
         is_slow = least > slow and 0 < largest_ratio(evidence, many) < ratio
         is_large = least > sgd or (is_slow and are_new(evidence, numel, tolerance))
@@ -294,9 +294,9 @@ def eval_mode(evidence: Evidence, *, persistence: int = 2) -> Iterator[Finding]:
 
 
 def _is_trained(evidence: Evidence, name: str, trained: set[str], frozen: set[str]) -> bool:
-    """Return True if the module, or the last module with parameters before it, is trained.
+    """Return True if a module, or the nearest module with parameters before it, is trained.
 
-    A frozen backbone belongs into eval mode.
+    A frozen backbone should be in eval mode.
     """
     seen, todo = {name}, [name]
     while todo:
@@ -332,7 +332,7 @@ def strong_dropout(evidence: Evidence, *, share: float = 0.8) -> Iterator[Findin
     for node in evidence.graph.nodes:
         if node.kind == "op" and re.fullmatch(r"(\w+_)?dropout(\dd)?", node.name):
             arguments = dict(node.arguments)
-            # Arguments that equal torch's defaults are not recorded.
+            # Arguments that equal the defaults of torch are not recorded.
             dropped = float(arguments.get("p", "0.5"))
             training = arguments.get("training", arguments.get("train", str("alpha" not in node.name)))
             if share <= dropped < 1 and training == "True":
@@ -357,7 +357,7 @@ def strong_dropout(evidence: Evidence, *, share: float = 0.8) -> Iterator[Findin
     is_lasting=True,
 )
 def label_smoothing(evidence: Evidence, *, share: float = 0.6) -> Iterator[Finding]:
-    """Yield the losses whose targets are nearly the same for all samples."""
+    """Yield the losses whose label smoothing makes all targets nearly equal."""
     for node in evidence.graph.nodes:
         smoothing = float(dict(node.arguments).get("label_smoothing", 0.0)) if node.name == "cross_entropy" else 0.0
         if smoothing >= share:
@@ -387,7 +387,7 @@ _NEXT_TRAINS = "Look for train() in validation_step and in the hooks of the vali
 )
 def dropout_in_evaluation(evidence: Evidence, *, share: float = 0.02) -> Iterator[Finding]:
     """Yield the dropout functions and modules that drop values in validation."""
-    # A dropout function that drops nothing returns its input, and is not recorded.
+    # A dropout function that drops nothing returns its input and is not recorded.
     modules = []
     for site in evidence.validation.places:
         view = View(evidence, evidence.validation, site)
@@ -431,7 +431,7 @@ _NEXT_CLEARED = "Call zero_grad() before backward() or after step(), not between
     is_lasting=True,
 )
 def teacher_drops(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the losses whose targets a frozen network with active dropout makes."""
+    """Yield the losses whose targets come from a frozen network with active dropout."""
     step = step_of(evidence)
     for node in step.operations:
         sources = step.sources(node)
@@ -477,7 +477,7 @@ def _sizes(nodes: list[Node]) -> list[tuple[int, ...]]:
     explains={"gradient-stops": ("any",)},
 )
 def nothing_moves(evidence: Evidence, *, persistence: int = 2) -> Iterator[Finding]:
-    """Yield a finding if no parameter ever had a gradient or moved, although its learning rate is not zero."""
+    """Yield a finding if no parameter ever had a gradient or moved, although the learning rate is not zero."""
     table = evidence.parameters
     updates = [each.update for each in evidence.tensors if each.update]
     gradients = [each.gradient.rms for each in evidence.tensors if each.gradient]
@@ -513,7 +513,7 @@ def nothing_moves(evidence: Evidence, *, persistence: int = 2) -> Iterator[Findi
     is_lasting=True,
 )
 def not_registered(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding if gradients reach parameters of modules that the model does not register."""
+    """Yield a finding if gradients reach parameters of modules that are not registered in the model."""
     names = evidence.graph.unused.unregistered
     modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
     if modules:
@@ -561,7 +561,7 @@ def learning_rate_vanishes(
     if not rates.any():
         return
     peak = int(np.argmax(rates))
-    # Three steps of a factor of a tenth are a thousandth, but for rounding.
+    # Three factors of a tenth make a thousandth, except for rounding.
     tiny = rates[peak:] <= factor * rates[peak] * (1 + _ROUNDING)
     if len(rates) >= persistence and tiny.sum() >= share * len(rates):
         since = int(steps[peak + int(np.argmax(tiny))])
@@ -580,7 +580,7 @@ def _rates(evidence: Evidence) -> tuple[Floats, NDArray[np.int64]]:
     """Return the largest learning rate of the weights in each record with an optimizer step, and the steps."""
     table = evidence.parameters
     known = [table.places[each.site] for each in evidence.weights]
-    # A batch that is only accumulated has no learning rate.
+    # Records without an optimizer step, as with gradient accumulation, have no learning rate.
     by_record = np.nan_to_num(table.get("learning_rate")[:, known], nan=-1.0).max(axis=1, initial=-1.0)
     return by_record[by_record >= 0], np.array(table.steps)[by_record >= 0]
 
@@ -601,7 +601,7 @@ def _rates(evidence: Evidence) -> tuple[Floats, NDArray[np.int64]]:
 def warmup_too_long(
     evidence: Evidence, *, persistence: int = 6, share: float = 0.1, end: float = 0.9, formula: float = 0.5
 ) -> Iterator[Finding]:
-    """Yield a finding if the learning rate rises until the end of the run and stays far below the given one."""
+    """Yield a finding if the learning rate rises until the end of the run and stays far below its configured value."""
     about = evidence.parameters.about
     planned = about.get("planned_steps") or np.inf
     given = max((float(group.get("initial_lr") or 0.0) for group in about.get("groups") or ()), default=0.0)
@@ -630,13 +630,13 @@ def warmup_too_long(
     is_lasting=True,
 )
 def schedule_length(evidence: Evidence, *, factor: float = 3.0, tolerance: float = 0.1) -> Iterator[Finding]:
-    """Yield the schedules whose length is the number of steps and that are stepped in each epoch, and the reverse."""
+    """Yield schedules with a length in steps that are stepped once per epoch, and the reverse."""
     for each in evidence.parameters.about.get("schedules") or ():
         name, length, times, unit = (each.get(key) for key in ("class", "length", "times", "unit"))
         if not length or not times or not unit or abs(length - unit) > tolerance * unit or not evidence.weights:
             continue
         is_long = each.get("interval") == "epoch" and length > factor * times
-        # A short linear schedule is a warm-up, and others end with an error or at zero.
+        # A short linear schedule is a warm-up, and other short schedules end with an error or at zero.
         is_short = each.get("interval") == "step" and name == "CosineAnnealingLR" and times > factor * length
         if is_long or is_short:
             what = (

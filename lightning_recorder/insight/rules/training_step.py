@@ -1,4 +1,4 @@
-"""Rules about the training step: its batches, its losses, and the gradients that it leaves behind."""
+"""Rules about the training step: its batches, its losses and its gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.insight.rules.gradients import pairs_of_heads
 from lightning_recorder.records.table import Floats
 
-# The activations that a loss must not get, and what it does with its input.
+# The activations that must not come before a loss, and the reason.
 _EXPECTED = {
     "cross_entropy": (("softmax",), "applies a softmax itself, so it is applied twice"),
     "binary_cross_entropy_with_logits": (("sigmoid",), "applies a sigmoid itself, so it is applied twice"),
@@ -26,13 +26,13 @@ _EXPECTED = {
     "log_softmax": (("softmax",), "applies a softmax itself, so it is applied twice"),
     "softmax": (("softmax",), "applies a softmax again"),
 }
-# Functions that change the shape or the dtype alone.
+# Functions that change only the shape or the dtype.
 _SAME_VALUES = re.compile(
     "view|reshape|(un)?flatten|transpose|permute|movedim|(un)?squeeze|getitem|contiguous|clone|float|double|half|to|"
     "type|m?t|chunk|split|unbind|index_select",
     re.IGNORECASE,
 )
-_ADDS_BIAS = ("Linear", "Conv", "Norm")  # parts of the names of classes whose output is something plus the bias
+_ADDS_BIAS = ("Linear", "Conv", "Norm")  # parts of the class names of modules that add a bias last
 
 
 @rule(
@@ -52,7 +52,7 @@ _ADDS_BIAS = ("Linear", "Conv", "Norm")  # parts of the names of classes whose o
     },
 )
 def double_activation(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the activations before a loss that applies them itself."""
+    """Yield the activations before a loss that applies the same activation."""
     graph = evidence.graph
     seen: set[tuple[str, str]] = set()
     for node in graph.nodes:
@@ -64,7 +64,7 @@ def double_activation(evidence: Evidence) -> Iterator[Finding]:
         if source is None or source.name not in activations or dict(node.arguments).get("log_input") == "False":
             continue
         owner = "" if source.parent is None else graph[source.parent].name
-        # The line of an activation module is that of its call, and it may be called several times.
+        # An activation module may have several calls, each with a code line.
         is_module = evidence.type_of(owner).lower() == source.name
         if (key := (owner, "" if is_module else source.source)) in seen:
             continue
@@ -76,7 +76,7 @@ def double_activation(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _is_log_softmax(graph: Graph, node: Node) -> bool:
-    """Return True for a difference of a tensor and its logsumexp."""
+    """Return True for a tensor minus its logsumexp."""
     edges = graph.into(node) if node.name in ("sub", "__sub__") else ()
     if len(edges) != 2:
         return False
@@ -85,7 +85,7 @@ def _is_log_softmax(graph: Graph, node: Node) -> bool:
 
 
 def _input_values(graph: Graph, node: Node) -> Node | None:
-    """Return the op that made the values of the first input of a node, through changes of the shape and the dtype."""
+    """Return the op that computed the values of a node's first input, skipping changes of shape and dtype."""
     source: Node | None = node
     while source is not None:
         edges = graph.into(source)
@@ -124,7 +124,7 @@ def _input_values(graph: Graph, node: Node) -> Node | None:
 def constant_input(
     evidence: Evidence, *, records: int = 4, tolerance: float = 1e-3, rows: int = 8
 ) -> Iterator[Finding]:
-    """Yield a finding if all first layers get an input that never changes."""
+    """Yield a finding if the inputs of all first layers never change."""
     found = []
     for each in evidence.weights:
         name = each.module
@@ -143,7 +143,7 @@ def constant_input(
 
 
 def _what_is_constant(weight: View, tolerance: float, least_rows: int) -> str | None:
-    """Describe the constant input of a layer; empty if the input varies, and None if it is not known."""
+    """Describe the constant input of a layer; empty if the input varies, and None if it is unknown."""
     norms, shape = weight.gradient.rms, weight.shape
     if "Embedding" in weight.kind:
         rows = np.round((1 - weight.gradient.zero_fraction) * shape[0]) if norms.all() else np.zeros(1)
@@ -157,7 +157,7 @@ def _what_is_constant(weight: View, tolerance: float, least_rows: int) -> str | 
         return "consists of zeros: the gradient of its weight is zero, that of its bias is not"
     if weight.kind != "Linear":
         return ""
-    # With one input x, the gradient of the weight is the gradient of the bias times x.
+    # With a constant input x, the gradient of the weight is the gradient of the bias times x.
     ratios = norms / offsets
     is_constant = np.ptp(ratios) < tolerance * float(np.median(ratios))
     return "is the same for all samples of all recorded steps" if is_constant else ""
@@ -195,12 +195,12 @@ def gradients_accumulate(
     layers: int = 2,
     steps: float = 0.75,
 ) -> Iterator[Finding]:
-    """Yield a finding if the gradients of biases are larger than those of the outputs allow.
+    """Yield a finding if bias gradients are larger than the output gradients allow.
 
-    The gradient of a bias is the sum of the gradients of the n rows of the output, so its L2 norm is at most √n times
-    that of the gradient of the output.
+    The gradient of a bias is the sum of the gradients of the n output rows, so its L2 norm is at most √n times the L2
+    norm of the output gradient.
     """
-    # A first step without one of an optimizer is that of a loop that adds up the gradients of several batches.
+    # If the first step has no optimizer step, the loop accumulates the gradients of several batches.
     kinds = {node.kind for node in evidence.graph.nodes}
     if "backward" in kinds and "optimizer" not in kinds:
         return
@@ -224,13 +224,13 @@ def gradients_accumulate(
 
 
 def _excess(bias: View, output: View, share: float) -> Floats:
-    """Return the norm of the gradient of a bias in each record, divided by the largest one that its step can make.
+    """Return the norm of a bias gradient in each record, divided by the largest norm that a single step allows.
 
-    The optimizer must step in this share of the recorded batches.
+    The result is empty unless the optimizer steps in at least ``share`` of the recorded batches.
     """
     (rms, size), steps = bias.gradient.columns("rms", "count")
     (inner, count), at = output.columns("rms", "count")
-    # The count of a record is that of all steps of the optimizer in it.
+    # The count covers all optimizer steps of a record.
     size = np.minimum(size, bias.numel)
     _, here, there = np.intersect1d(steps, at, return_indices=True)
     if len(there) < share * len(at):
@@ -253,7 +253,7 @@ def _excess(bias: View, output: View, share: float) -> Floats:
     is_lasting=True,
 )
 def mean_before_weights(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the products of the mean of outputs, one for each sample, and of numbers of the samples."""
+    """Yield the products of a mean over samples and per-sample weights, which should be applied before the mean."""
     step = step_of(evidence)
     for node in step.operations:
         sources = step.sources(node) if node.name.strip("_") in ("mul", "rmul", "imul") else []
@@ -287,7 +287,7 @@ def mean_before_weights(evidence: Evidence) -> Iterator[Finding]:
     explains=dict.fromkeys(("unlike-siblings", "exploding-gradient", "gradient-spike", "always-clipped"), ("any",)),
 )
 def loss_imbalance(evidence: Evidence, *, persistence: int = 3, factor: float = 300.0) -> Iterator[Finding]:
-    """Yield the head whose gradient outweighs that of another head."""
+    """Yield the head whose gradient is far larger than that of another head."""
     table = evidence.gradients
     norms = gradient_norms(table)
     pairs = pairs_of_heads(evidence, norms)
@@ -295,7 +295,7 @@ def loss_imbalance(evidence: Evidence, *, persistence: int = 3, factor: float = 
         return
     large, small = max(pairs, key=lambda pair: norms[pair[0]] / norms[pair[1]])
     outweighs = norms[large] / norms[small]
-    # A task that is solved has small gradients, too, but only at the end.
+    # A solved task also has small gradients, but only at the end of the run.
     first = table.column(large, "rms")[0][0] / max(table.column(small, "rms")[0][0], 1e-300)
     if min(outweighs, first) > factor:
         verdict = (

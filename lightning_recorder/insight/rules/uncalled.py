@@ -1,4 +1,4 @@
-"""Rules about modules that are never called, or no longer."""
+"""Rules about modules that are never called or no longer called."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_recorder.insight.rules.gradients import trains, without_gradient
 
 
 def _uncalled(evidence: Evidence, records: int) -> Iterator[tuple[str, str]]:
-    """Yield the modules that were never called, with the uncalled member of a list, such as ``experts.1``, they are in.
+    """Yield each module that was never called, with the uncalled list member around it, such as ``experts.1``.
 
-    Other members of the list, of the same class, were called. A module whose parameters a function uses without a call
-    has a gradient, so it is not among them.
+    The member is an empty string unless other members of the list, of the same class, were called. Modules whose
+    parameters have a gradient are left out: a function may use them without a call.
     """
     called = {site.name for site in evidence.activations.places}
     if not called or not trains(evidence):
@@ -30,7 +30,7 @@ def _uncalled(evidence: Evidence, records: int) -> Iterator[tuple[str, str]]:
     reached = {name[:end] for name in called for end in (*(dot.start() for dot in re.finditer(r"\.", name)), len(name))}
     for name, zero in without_gradient(evidence, records).items():
         if name and name not in reached and not zero:
-            # A layer with an uncalled expert is called itself. The class of an uncalled module may be unknown.
+            # A layer with an uncalled expert is itself called. The class of an uncalled module may be unknown.
             kind = evidence.type_of(name)
             members = (
                 before + number
@@ -43,7 +43,7 @@ def _uncalled(evidence: Evidence, records: int) -> Iterator[tuple[str, str]]:
 
 
 def _numbered(name: str) -> list[tuple[str, str, str]]:
-    """Return what is before each number in a name, the number, and what is after it."""
+    """Return, for each number in a name, the text before it, the number, and the text after it."""
     found = re.finditer(r"(?<=\.)[0-9]+(?=\.|$)", name)
     return [(name[: each.start()], each.group(), name[each.end() :]) for each in found]
 
@@ -71,9 +71,9 @@ def unused_parameter(evidence: Evidence, *, records: int = 2) -> Iterator[Findin
 
 
 def _calls(evidence: Evidence) -> dict[str, dict[str, NDArray[np.bool_]]]:
-    """Return the records in which each member of a list was called, by the name before its number and by the number."""
+    """Return the records in which each list member was called, by the name of the list and the member's number."""
     table = evidence.activations
-    known = ~np.isnan(table.get("count"))  # an empty output is not recorded
+    known = ~np.isnan(table.get("count"))  # an empty output has no record
     lists: dict[str, dict[str, NDArray[np.bool_]]] = {}
     for site, place in table.places.items():
         for before, number, _ in _numbered(site.name):
@@ -104,7 +104,7 @@ def never_chosen(
     steady: float = 0.9,
     chance: float = 0.001,
 ) -> Iterator[Finding]:
-    """Yield the modules of a list that are never called, or no longer, while equal ones are."""
+    """Yield the list members that are never called or no longer called, while other equal members are."""
     groups: dict[str, list[str]] = {}
     calls = _calls(evidence)
     for member in dict.fromkeys(member for _, member in _uncalled(evidence, records) if member):
@@ -113,7 +113,7 @@ def never_chosen(
         called = calls.get(f"{around}.", {})
         rarest = min((float(rows.mean()) for rows in called.values()), default=1.0)
         if _chance(rarest, len(evidence.activations), len(called) + len(group)) >= chance:
-            continue  # such as heads of tasks of which each batch has one
+            continue  # such as heads of several tasks, with one task per batch
         many = f"and {len(group) - 1} more are" if len(group) > 1 else "is"
         verdict = f"{group[0]} {many} never called, but equal modules beside it are"
         yield evidence.view(evidence.parameters, group[0]).found(verdict, others=tuple(group[1:]))
@@ -133,19 +133,19 @@ def never_chosen(
 
 
 def _chance(share: float, records: int, members: int) -> float:
-    """Return a bound of the probability that one of several members that have this share of calls gets none."""
+    """Return an upper bound of the probability that one of several members with this share of calls gets none."""
     return float((1 - share) ** records * members)
 
 
 def _quiet(members: Mapping[str, NDArray[np.bool_]], pause: int, share: float) -> dict[str, int]:
-    """Return the members that were called at first and not in the last records, with the first row without a call."""
+    """Return the members that are no longer called in the last records, each with the first row without a call."""
     after = {number: len(called) - int(called[::-1].argmax()) for number, called in members.items()}
     rows = max(after.values())
     return {number: row for number, row in after.items() if rows - row >= max(pause, share * rows)}
 
 
 def _is_fault(members: Mapping[str, NDArray[np.bool_]], quiet: Mapping[str, int], steady: float, chance: float) -> bool:
-    """Return True if another member is called nearly always, and all others so often that no pause is by chance."""
+    """Return True if some member is called nearly always and chance cannot explain the pauses of the quiet members."""
     rows = max(len(called) - int(called[::-1].argmax()) for called in members.values())
     shares = [float(called.mean()) for number, called in members.items() if number not in quiet]
     chances = [_chance(min(shares), rows - row, len(members)) for row in quiet.values()]
@@ -153,7 +153,7 @@ def _is_fault(members: Mapping[str, NDArray[np.bool_]], quiet: Mapping[str, int]
 
 
 def _is_idle(evidence: Evidence, name: str, row: int) -> bool:
-    """Return True if a module has parameters, and no gradient from a row on: a function may use them without a call."""
+    """Return True if a module has parameters without a gradient from a row on, so that no function uses them either."""
     step = evidence.activations.steps[row]
     own = [each for each in evidence.tensors if f"{each.module}.".startswith(f"{name}.")]
     columns = [each.gradient.column("rms") for each in own if each.gradient]
