@@ -240,7 +240,7 @@ def draw(
 ) -> Drawing:
     """Run a model once and return a picture of its graph.
 
-    By default, the picture is the same as that of :class:`~lightning_recorder.GraphRecorder`.
+    By default, :class:`~lightning_recorder.GraphRecorder` draws the same picture.
 
     Args:
         model: The model, a recorded graph, or a view of a graph. The state of a model is restored afterwards; see

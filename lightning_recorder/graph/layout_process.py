@@ -238,7 +238,7 @@ class Orders:
         return "\n\t".join([*self._settings, *part, *self._edges]) + "\n}\n"
 
     def is_mirrored(self, layout: Any) -> bool:
-        """Return True if later modules are to the left of earlier ones more often than to the right."""
+        """Return True if most pairs of modules beside each other have the later module on the left."""
         return not self._flat and len(self._beside(layout)) < 2 * len(self._reversed(layout))
 
     def _layout(self, part: list[str]) -> Any:

@@ -197,7 +197,7 @@ class Node:
 
     @property
     def remark(self) -> str:
-        """The note, or "" if it is ``in place``, since such a node may be treated like one without a note."""
+        """The note, or "" if it is ``in place``. Views treat a node with this note like a node without a note."""
         return "" if self.note == IN_PLACE else self.note
 
     @property

@@ -112,7 +112,7 @@ class Canvas:
     def ridges(
         self, left: int, top: int, width: int, height: int, curves: Iterable[tuple[NDArray[np.float64], str, str]]
     ) -> None:
-        """Draw filled curves with antialiased edges, each in front of the earlier ones.
+        """Draw filled curves with antialiased edges. Each curve is in front of the earlier curves.
 
         The whole area is redrawn on a white background. A curve is a tuple of points, fill color and line color. The
         points are an array ``[k, 2]`` of ``(x, y)`` in pixels relative to the area. The first and the last point are on

@@ -134,7 +134,7 @@ class StatisticStyler(GraphvizStyler):
         return dict(zip(names, degrees.tolist(), strict=True))
 
     def _inside(self, node: Node) -> str | None:
-        """Return the inner module whose value a closed box shows: the most unusual one, or the one with the median.
+        """Return the inner module whose value a closed box shows: the most unusual one, or a typical one.
 
         This is for boxes whose own module has no value, which would otherwise look as if nothing inside was recorded.
         If a box represents several modules, the modules inside all of them are considered.

@@ -360,7 +360,7 @@ class FoundAt(NamedTuple):
 def places_of(findings: Iterable[Finding], sites: Sequence[Hashable]) -> list[FoundAt]:
     """Return the positions of the findings that have a row.
 
-    The row is that of the finding's tensor, or else that of the first output of its module.
+    The row of a finding is the row of its tensor, or else the row of the first output of its module.
     """
     return [FoundAt(row, each.first_step, each.rule) for each, row in rows_of(findings, sites)]
 

@@ -102,7 +102,7 @@ class PlotHistory(History[Hashable]):
         # [conspicuous, sites], and a mask.
         self._furthest: dict[int, tuple[Floats, NDArray[np.bool_]]] = {}
         self._latest: dict[Hashable, _Counts] = {}
-        self._counts: dict[int, dict[Hashable, _Counts]] = {}  # by step: counts of all sites, or of those with a plot
+        self._counts: dict[int, dict[Hashable, _Counts]] = {}  # by step: counts of all sites or plotted sites
         self._count_bytes, self._thin_beyond = 0, max_count_bytes
 
     @property

@@ -29,9 +29,9 @@ REENTRANT = "CheckpointFunctionBackward"
 class Draft:
     """A mutable node with the fields of :class:`Node`. It becomes a :class:`Node` when the recording ends.
 
-    Python's garbage collector traverses every object, so a recording creates few. With ten objects for each function,
-    the collections alone took as long as the recording. Fields with a default value are class attributes until they
-    are set, as in :class:`Node`.
+    A recording creates few objects that Python's garbage collector has to traverse. With ten such objects for each
+    function, garbage collection took as long as the recording itself. Fields with a default value are class attributes
+    until they are set, as in :class:`Node`.
     """
 
     type_name: str = ""

@@ -161,7 +161,7 @@ def _signature(function: Callable[..., Any]) -> tuple[tuple[str, ...], str, dict
 
 
 def describe_module(module: nn.Module) -> tuple[tuple[str, str], ...]:
-    """Return the names and values of the settings in a module's ``extra_repr``; the name of a positional one is ""."""
+    """Return names and values of the settings in a module's ``extra_repr``. The name of a positional setting is ""."""
     return _parsed(read_extra_repr(module))
 
 

@@ -251,7 +251,7 @@ class GraphCapture:
             and get_ident() == self._thread
             and not PAUSES.value
             and graph_task() == -1
-            # torch.jit.trace runs the model to record it itself, with tensors in place of shapes.
+            # torch.jit.trace runs the model for its own recording, with tensors instead of shapes.
             and not is_tracing()
         )
 
@@ -330,7 +330,7 @@ class GraphCapture:
 
     def _leave_compiled(self, name: str, module: nn.Module | None, inputs: list[Any], result: Any) -> None:
         self._in_compiled = False
-        if self._mode is None:  # the capture was left meanwhile
+        if self._mode is None:  # the context of the capture was left during the call
             return
         self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch has no annotations there
         self._guarded(self._put_on_hooks)

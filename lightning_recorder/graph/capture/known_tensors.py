@@ -21,7 +21,7 @@ _WITH_SHAPES = (Tensor, Parameter)
 
 
 class KnownTensor(weakref.ref[Tensor]):
-    """A weak reference to a tensor, with the node that returned it, when the node did so, and the shape and dtype.
+    """A weak reference to a tensor, with the node that returned it, the time of this event, and the shape and dtype.
 
     ``has_meta`` is False if the shape may not be a tuple of integers. ``output`` is the index of the tensor among the
     outputs of the node.
@@ -68,7 +68,7 @@ class KnownTensors:
         self._time = time = self._time + 1
         known = self._tensors[id(tensor)] = KnownTensor(tensor)
         known.node, known.output, known.time, known.has_meta = node, output, time, False
-        # The shape of a tensor of another class may not be a tuple of integers. The meta of a nested tensor has none.
+        # The shape of a tensor of another class may not be a tuple of integers. For a nested one, it is empty.
         if meta is not None and type(tensor) in _WITH_SHAPES and (meta.shape or not tensor.is_nested):
             known.has_meta, known.meta, known.dtype = True, meta, tensor.dtype
         if wrote:

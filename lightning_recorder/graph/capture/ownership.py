@@ -35,7 +35,7 @@ class AutogradOwners:
     The recorded node is called the owner of the autograd node. An autograd node is identified by its sequence number,
     because torch recreates its Python object when no reference is left. Each thread numbers its autograd nodes in the
     order of creation. So autograd nodes of another thread, such as the nodes of a gradient computed on a GPU with
-    ``create_graph``, may be confused with those of this thread. Only the first 15,000 autograd nodes are tracked.
+    ``create_graph``, may be confused with nodes of this thread. Only the first 15,000 autograd nodes are tracked.
     """
 
     def __init__(self) -> None:

@@ -36,8 +36,8 @@ NAME_PT = 12
 DETAIL_PT = 10
 SIGN_PT = 16
 
-# Fill, border and shape by kind. The hues are those of Okabe and Ito, which color-blind readers can distinguish; the
-# shapes differ for greyscale print.
+# Fill, border and shape by kind. Color-blind readers can distinguish the hues, which are from Okabe and Ito. The shapes
+# differ for greyscale print.
 LOOKS: dict[Kind, dict[str, str]] = {
     "module": {"fillcolor": "#dbe9f6", "color": "#0072b2", "shape": "box", "style": "filled,rounded"},
     "op": {"fillcolor": "#ffffff", "color": "#8c8c8c", "shape": "box", "style": "filled"},

@@ -227,8 +227,8 @@ def _which(group: int, words: list[str], edge: Edge, graph: Graph) -> str:
         {node.id: node.repeats for node in (graph[end], *graph.ancestors(graph[end])) if node.repeats > 1}
         for end in (edge.target, edge.source)
     )
-    # For "next", the folded nodes around both ends are possible. For "all", the ones around the source only; for other
-    # words, the ones around the target only.
+    # The possible nodes depend on the word. For "next": the folded nodes around both ends. For "all": the folded nodes
+    # around the source only. For other words: the folded nodes around the target only.
     one, other = (sources, goals) if "all" in words else (goals, sources)
     onward = words[0] == "next"
     possible = [node for node in one if (node in other) == onward]

@@ -58,7 +58,7 @@ def join_constants(graph: Graph) -> Graph:
 
 
 def drop_numbers(graph: Graph) -> Graph:
-    """Remove functions that compute one number from numbers only, such as a padding, and buffers of one integer.
+    """Remove functions that compute one number only from numbers, such as a padding, and buffers of one integer.
 
     Other models have such a number as a Python literal, which is not a node. A number stays if a module takes it, if it
     is a result, or if a tensor is added to it, since it may be the start of a sum. A buffer of one floating-point

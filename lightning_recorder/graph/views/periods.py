@@ -49,7 +49,9 @@ def repetitions(values: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def period_of(values: Sequence[Hashable]) -> int:
-    """Return the smallest period up to four of a sequence that has at least almost two periods; 1 if there is none.
+    """Return the smallest period of a sequence, from 1 to 4; 1 if there is none.
+
+    The sequence must have at least two periods, but the last value may be missing.
 
     Example:
         >>> period_of([0, 4, 0]), period_of([3, 3, 3]), period_of([0, 1, 2, 0])

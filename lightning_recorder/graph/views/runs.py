@@ -49,7 +49,7 @@ def equal_units(siblings: Siblings, start: int, length: int, end: int) -> Run:
 
 
 def _equally_fed(siblings: Siblings, start: int, length: int, most: int, back: int) -> Run:
-    """Return the longest run of units with equal inputs, which come from at most ``back`` units before."""
+    """Return the longest run of units with corresponding inputs, which come from at most ``back`` units before."""
     if back >= most:
         return Run(start, length, 1, True)
     ports = [siblings.ports(start + step * length, start, length) for step in range(back + 1)]
@@ -94,7 +94,7 @@ def _adds_zero(node: Node) -> bool:
 
 
 def _equally_named(siblings: Siblings, start: int, length: int, times: int) -> int:
-    """Return the number of units that call corresponding modules: at each place, the same module or always a new one.
+    """Return the number of units that call corresponding modules: at each place, the same module or a new module.
 
     A place is a position inside a unit. The names of the modules at a place may differ only in numbers. So may the
     names of tensors of other modules that they use. For each place, all units agree on two more properties: whether

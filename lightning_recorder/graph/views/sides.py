@@ -107,7 +107,7 @@ def _reachable(nodes: Sequence[Node], starts: Sequence[Sequence[Edge]], place: M
 
 
 def _in_turn(edges: Sequence[Edge], behind: Sequence[int], place: Mapping[int, int]) -> bool:
-    """Return True if each edge's source depends on the previous source, and the previous target on its target."""
+    """Return True if, for consecutive edges, the sources depend on each other in order and the targets in reverse."""
     return all(
         behind[place[one.source]] >> place[other.source] & behind[place[other.target]] >> place[one.target] & 1
         for one, other in pairwise(edges)

@@ -11,7 +11,7 @@ from lightning_recorder.graph.model import Edge, Graph, Node
 
 __all__ = ["FARTHEST", "MutableGraph", "Port", "Siblings", "merge_deep_ports", "merge_ports"]
 
-FARTHEST = 4  # the largest distance, in repetitions, between the one that computes a tensor and the one that uses it
+FARTHEST = 4  # the largest number of repetitions from the computation of a tensor to its use
 
 Key = tuple[Any, ...]
 Port = list[tuple[Key, int]]
@@ -256,7 +256,7 @@ class Siblings:
         return unit <= position < unit + length or (first <= position < end and not edge.relates("next"))
 
     def in_turn(self, target: int, keys: list[Key], first: int, length: int, times: int) -> bool:
-        """Return True if a node takes the tensors of all units in order, without other tensors in between."""
+        """Return True if the inputs of a node are the tensors of all units in order, without other tensors between."""
         wanted = [(relative, offset, relation) for relative, offset, goal, relation in keys if goal == target]
         places: list[int] = []
         seen: list[list[Key]] = [[] for _ in range(times)]
