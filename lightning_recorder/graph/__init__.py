@@ -3,7 +3,7 @@
 Each name is loaded on first use, so that reading a graph does not import torch.
 """
 
-# Not on first use, since the file of the same name would hide the function.
+# Import this function now. On first use, the module of the same name would hide it.
 from lightning_recorder.graph.diff import diff as diff
 from lightning_recorder.lazy import attach_stub
 

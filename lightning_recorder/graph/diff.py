@@ -31,13 +31,13 @@ class NodeChange:
 class GraphDiff:
     """The nodes that were added, removed or changed between two graphs; falsy if there are none.
 
-    A module call is named by the dotted name of the module, a later call as ``encoder (call 2)``. A function is named
-    by its call, as ``encoder/relu``; the second function of that name is ``encoder/relu#2``. A tensor is named by its
-    path or name.
+    The name of a module call is the dotted name of the module; a later call is ``encoder (call 2)``. The name of a
+    function includes its enclosing call, as in ``encoder/relu``; the second function of that name is
+    ``encoder/relu#2``. The name of a tensor is its path or dotted name.
 
     Args:
-        added: The nodes that occur only in the second graph, in its order of time.
-        removed: The nodes that occur only in the first graph, in its order of time.
+        added: The nodes that occur only in the second graph, in execution order.
+        removed: The nodes that occur only in the first graph, in execution order.
         changed: The nodes of both graphs that differ in class, shapes, dtypes, arguments, number of parameters,
             autograd types, repetitions, failure, enclosing call, or sources.
     """
@@ -57,7 +57,7 @@ class GraphDiff:
 def diff(one: Graph, other: Graph) -> GraphDiff:
     """Compare two graphs call by call, and function by function within each call.
 
-    Calls with the same name and call number are matched wherever and whenever they are made. Functions are matched so
+    Calls with the same name and call number are matched, wherever and whenever they occur. Functions are matched so
     that as many as possible keep their order.
 
     Example:
@@ -84,7 +84,7 @@ def diff(one: Graph, other: Graph) -> GraphDiff:
     names, others = _named(one), _named(other)
     pairs = _pairs(one, other)
     met = set(pairs.values())
-    # A matched function is shown under its name in the first graph, so that a new number alone makes no difference.
+    # Show matched functions under their names in the first graph, so that a changed number alone is no difference.
     called = {**others, **{mine: names[own] for own, mine in pairs.items()}}
     changed = []
     for node in one.nodes:
@@ -127,7 +127,7 @@ def _pairs(one: Graph, other: Graph) -> dict[int, int]:
     """Map the id of each node of the first graph to the id of its counterpart in the second graph."""
     pairs = dict(_paired(one, other, one.root, other.root))
     met = set(pairs.values())
-    # Nodes with a name of their own match wherever they are and whenever they are called.
+    # Modules and named tensors match, wherever and whenever they occur.
     left = {_key(node): node for node in other.nodes if node.id not in met and _is_named(node)}
     for node in one.nodes:
         counterpart = left.get(_key(node))
@@ -148,7 +148,7 @@ def _paired(one: Graph, other: Graph, first: Node, second: Node) -> Iterator[tup
 
 
 def _in_order(nodes: list[Node], others: list[Node]) -> Iterator[tuple[Node, Node]]:
-    """Yield pairs of equal entries of two lists, as many as possible without a change of order."""
+    """Yield as many pairs of equal nodes of two lists as possible without changing the order."""
     keys, other_keys = list(map(_key, nodes)), list(map(_key, others))
     # If there are several solutions, the matcher's choice depends on which list comes first.
     if keys > other_keys:
@@ -192,12 +192,12 @@ def _aspects(node: Node, other: Node) -> Iterator[str]:
 
 
 def _arguments(node: Node) -> dict[str, str]:
-    """Return the arguments by name; one without a name is called by its position."""
+    """Return the arguments by name. An argument without a name is named by its position."""
     return {name or f"argument {place}": value for place, (name, value) in enumerate(node.arguments, 1)}
 
 
 def _shown(edges: list[Edge], names: dict[int, str]) -> str:
-    """Format the sources of some edges."""
+    """Return the sources of edges as text."""
     sources = (
         names[each.source]
         + (f"[{', '.join(map(str, each.outputs))}]" if each.outputs else "")

@@ -44,12 +44,12 @@ _TORCHVIEW = {
     "directory": "draw(…).save('directory/filename.png')",
     "collect_attributes": "drawing.graph.module(node), which returns the module of a node",
 }
-"""The code to write instead of the other arguments of torchview's ``draw_graph``."""
+"""For further arguments of torchview's ``draw_graph``: the code to write instead."""
 
 _RESIZE = dict.fromkeys(("size_per_element", "min_size"), "resize_graph(scale) alone: the size follows the contents")
-"""The same for the other arguments of torchview's ``resize_graph``."""
+"""For further arguments of torchview's ``resize_graph``: the code to write instead."""
 
-_NOTEBOOK_PX = 520  # the largest height in a notebook
+_NOTEBOOK_PX = 520  # the maximum height of a picture in a notebook
 
 
 def make_dot(
@@ -62,19 +62,19 @@ def make_dot(
 ) -> Digraph:
     """Convert a recorded graph to a Graphviz document.
 
-    Nodes down to the given depth are drawn, including parameters. Deeper nodes are merged into the module call at that
-    depth, which takes over their edges. Module calls above that depth are drawn as frames.
+    Nodes down to the given depth are drawn, including parameters. A module call at that depth is one node, which
+    replaces the deeper nodes inside it and has their edges. Module calls above that depth are drawn as frames.
 
     Args:
         graph: The result of :func:`record` or of a capture.
-        render_depth: The depth; the whole model has depth 0 and is one box, its layers have depth 1. ``float("inf")``
-            sets no limit.
-        styler_cls: The class that decides how nodes and edges look; it is created with ``styler_args``.
+        render_depth: The depth down to which nodes are drawn. 0 draws the whole model as one box, 1 draws its layers,
+            and ``float("inf")`` sets no limit.
+        styler_cls: The class that decides how nodes and edges look. An instance is created with ``styler_args``.
         rec: Another name of ``graph``, as in torchrecorder.
         styler_args: Graphviz attributes for all nodes, and other arguments of the styler.
 
     Raises:
-        ArgumentError: If there is no graph, the depth is negative, or the styler is no class.
+        ArgumentError: If there is no graph, the depth is negative, or ``styler_cls`` is not a class.
 
     Example:
         >>> from torch import nn
@@ -114,8 +114,8 @@ def render_network(
         name: The name of the graph in the picture.
         input_shapes: As for :func:`record`; ``None`` if ``input_data`` is given.
         directory: The directory to write to; created if it does not exist.
-        filename: The name of the file without its suffix; by default ``name``, or the class of the model, followed by
-            ``-`` and the depth, so that pictures of several depths are kept.
+        filename: The name of the file without its suffix. By default, it is ``name`` or the class of the model,
+            followed by ``-`` and the depth, so that pictures of different depths do not overwrite each other.
         fmt: A Graphviz format, such as ``svg``, ``png`` or ``pdf``.
         input_data: As for :func:`record`.
         render_depth: As for :func:`make_dot`.
@@ -133,7 +133,7 @@ def render_network(
     if not fmt.isalnum():
         raise ArgumentError(f"fmt must be a format of Graphviz, such as svg, png or pdf; got {fmt!r}")
     file = f"{filename or f'{name or type(net).__name__}-{render_depth}'}.{fmt}"
-    # The rules of Windows are the strictest: both slashes and drive letters make a path more than a file name.
+    # The rules of Windows are the strictest: a file name has neither kind of slash and no drive letter.
     if file != PureWindowsPath(file).name or "\0" in file:
         raise ArgumentError(f"filename must be a file name without a folder; got {file!r}")
     dot = make_dot(record(net, name, input_shapes, input_data), render_depth, **styler_args)
@@ -142,7 +142,7 @@ def render_network(
 
 @dataclass(frozen=True, repr=False)
 class Drawing:
-    """A picture of a model, with the graphs it was made from. Notebooks display it as an image.
+    """A picture of a model, with the graphs that it was made from. Notebooks display the picture.
 
     Args:
         graph: The whole recorded graph.
@@ -155,9 +155,9 @@ class Drawing:
     visual_graph: Digraph
 
     def save(self, path: str | os.PathLike[str], *, timeout_s: float = 60.0) -> Path:
-        """Write the picture; the suffix selects the format: ``.svg``, ``.png``, ``.pdf``.
+        """Write the picture. The suffix selects the format: ``.svg``, ``.png`` or ``.pdf``.
 
-        ``.mmd`` writes the view as Mermaid instead, and ``.json`` the whole graph, for :meth:`Graph.from_json`.
+        ``.mmd`` writes the view as Mermaid text. ``.json`` writes the whole graph, for :meth:`Graph.from_json`.
 
         Raises:
             RenderError: If no renderer is installed, or the renderer fails or needs more than ``timeout_s`` seconds. A
@@ -172,7 +172,7 @@ class Drawing:
 
     @with_replacements(_RESIZE)
     def resize_graph(self, scale: float = 1.0) -> None:
-        """Scale the picture, wherever it is written or shown from now on; 1 is its original size.
+        """Scale the picture when it is written or shown from now on. 1 is the original size.
 
         Raises:
             ArgumentError: If the scale is not a positive number.
@@ -180,7 +180,7 @@ class Drawing:
         check_number("scale", scale, 0)
         if not 0 < scale < math.inf:
             raise ArgumentError(f"scale must be a positive number, got {scale!r}")
-        # dot lays out at 72 points per inch.
+        # dot lays out pictures at 72 points per inch.
         self.visual_graph.attr("graph", dpi=f"{72 * scale:g}")
 
     def __repr__(self) -> str:
@@ -191,7 +191,10 @@ class Drawing:
             return self.save(folder.path / "graph.svg").read_text(encoding="utf-8")
 
     def _repr_html_(self) -> str:
-        """Return the picture in a frame, as wide as the notebook at most; its links work, and it shares no names."""
+        """Return the picture in an iframe that is at most as wide as the notebook.
+
+        In an iframe, links work, and the names in the SVG do not clash with those of other pictures.
+        """
         svg = self._repr_svg_()
         svg = svg[svg.index("<svg") :]
         size = re.match(r'<svg width="([\d.]+)\w*" height="([\d.]+)', svg)
@@ -237,51 +240,51 @@ def draw(
 ) -> Drawing:
     """Run a model once and return a picture of its graph.
 
-    By default it is the picture that :class:`~lightning_recorder.GraphRecorder` draws.
+    By default, :class:`~lightning_recorder.GraphRecorder` draws the same picture.
 
     Args:
-        model: The model, whose state is restored afterwards (see :func:`record`), or a graph that was recorded before,
-            or a view of one, which limits what is drawn. For a graph, arguments about running the model are ignored.
+        model: The model, a recorded graph, or a view of a graph. The state of a model is restored afterwards; see
+            :func:`record`. For a graph or a view, the arguments about running the model are ignored.
         input_data: The arguments of the model, as for :func:`record`.
         input_size: Shapes of generated inputs, as ``input_shapes`` of :func:`record`.
         graph_name: The name of the graph in the picture; by default the class of the model.
-        depth: The depth down to which module calls are opened: 0 draws the model as one box, ``float("inf")`` opens all
-            of them. By default, as many as ``max_nodes`` allows.
+        depth: The depth down to which module calls are opened. 0 draws the model as one box, ``float("inf")`` opens all
+            calls. By default, as many calls are opened as ``max_nodes`` allows.
         device: ``"meta"`` to compute only shapes, or the device of the model, as for :func:`record`.
         dtypes: As for :func:`record`.
         mode: As for :func:`record`.
         input_kwargs: Further keyword arguments of the model.
         expand_nested: Draw a frame around the contents of an open module call.
-        graph_dir: The direction of the data flow: ``"TB"``, down the page, ``"LR"``, ``"BT"`` or ``"RL"``. ``None`` is
-            ``"TB"``.
+        graph_dir: The direction of the data flow: ``"TB"`` (down the page), ``"LR"``, ``"BT"`` or ``"RL"``. ``None``
+            means ``"TB"``.
         hide_module_functions: Draw a module that calls no other module as one node; otherwise show its functions.
         hide_inner_tensors: Leave out the tensors between functions.
-        parameters: Show the parameters and buffers of open calls: all of them, none of them, or by default those of
-            modules that call other modules, such as a position embedding.
-        shapes: Show the functions that only change shapes or types, such as ``view`` and ``to``; without it, edges pass
-            them and the caption counts them.
-        all: Show these, the functions whose results reach neither an output nor the loss, functions that compute one
-            number from nothing else, and each of several functions that compute a constant, such as a table of
-            positions.
+        parameters: Show the parameters and buffers of open calls: all (True) or none (False). By default, only modules
+            that call other modules show theirs, such as a position embedding.
+        shapes: Show the functions that only change shapes or types, such as ``view`` and ``to``. Otherwise they are
+            left out of the edges, and the caption counts them.
+        all: Show the functions that only change shapes or types, functions whose results reach neither an output nor
+            the loss, functions that compute one number from numbers only, and each function that computes a constant,
+            such as a table of positions.
         roll: Draw a module that is called several times once, with the number of calls.
         fold: Draw equal siblings once, with their number.
-        max_nodes: Reduce the view until it has at most this many nodes, by the rules of :func:`fit_view`; ``None`` sets
-            no limit, nor does ``depth=float("inf")``.
-        unused: Show the modules that were never called and, among shown parameters, those without a gradient; see
-            :func:`show_unused`.
+        max_nodes: Reduce the view until it has at most this many nodes, by the rules of :func:`fit_view`. ``None`` or
+            ``depth=float("inf")`` sets no limit.
+        unused: Show the modules that were never called. If parameters are shown, also show parameters that got no
+            gradient; see :func:`show_unused`.
         show_shapes: Write shapes into the nodes.
         legend: Add a legend that explains the colors and shapes of the nodes.
-        link: The address that a node of an SVG opens, as for :class:`GraphvizStyler`; by default VS Code opens the line
+        link: The address that a node of an SVG opens, as for :class:`GraphvizStyler`. By default VS Code opens the line
             of code. Ignored if there is a ``styler``.
         style: ``"screen"`` for colors, or ``"paper"`` for black and white. Ignored if there is a ``styler``.
         styler: The styler that decides how nodes and edges look.
 
     Raises:
-        ArgumentError: If an argument is invalid, or the styler colors by costs that were not measured; an
-            :class:`InputError` if it is about the run of the model.
-        UnknownArgumentError: If an argument does not exist. The message has the code to write instead of other
-            arguments of torchview's ``draw_graph``.
-        ForwardError: If the model raises. It names the module and holds the graph recorded until then.
+        ArgumentError: If an argument is invalid, or the styler colors by costs that were not measured. For arguments
+            about running the model, the error is an :class:`InputError`.
+        UnknownArgumentError: If an argument does not exist. For an argument of torchview's ``draw_graph``, the message
+            has the code to write instead.
+        ForwardError: If the model raises. The error names the module and holds the graph recorded so far.
 
     Example:
         >>> from torch import nn
@@ -323,7 +326,7 @@ def draw(
 
 
 def _sizes(input_size: Any, input_data: Any, input_kwargs: Mapping[str, Any] | None) -> Any:
-    """Return the shapes of the inputs if they are to be generated, else None."""
+    """Return the shapes of the inputs to generate, or None if data are given."""
     if input_size is None:
         if input_data is None and input_kwargs is None:
             raise InputError("give either input_size or input_data, got neither")

@@ -1,4 +1,4 @@
-"""Laying out a Graphviz document in a child process."""
+"""The layout of a Graphviz document in a child process."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = ["Layout", "find_renderer"]
 # Below this scale the smallest text, of 10 points, is less than 9 pixels high.
 _LEAST_SCALE = 0.68
 
-# Isolated mode, so that neither the working directory nor the user's start-up files have an effect. So the script gets
-# the path of pygraphviz as an argument.
+# Run Python in isolated mode, so that neither the working directory nor the user's start-up files have an effect.
+# Therefore the script gets the path of pygraphviz as an argument.
 _SCRIPT = [sys.executable, "-I", str(Path(__file__).with_name("layout_process.py"))]
-# A part of the documents of GraphvizRenderer; dot gets any other document itself.
+# All documents of GraphvizRenderer contain this text. Other documents are passed to dot directly.
 _SCRIPTED = "newrank=true"
 
 _NO_RENDERER = (
@@ -39,10 +39,10 @@ _NO_RENDERER = (
 
 
 class Layout:
-    """The layout of a document by Graphviz in a child process, while the training continues.
+    """Lays out a document with Graphviz in a child process, while the training continues.
 
-    ``dot`` is used if it is on PATH, otherwise the Graphviz inside ``pygraphviz``. The pictures appear under their
-    names when all of them are complete.
+    ``dot`` is used if it is on PATH, otherwise the Graphviz inside ``pygraphviz``. No picture appears before all
+    pictures are complete.
 
     Args:
         document: The path of the ``.dot`` file.
@@ -53,10 +53,10 @@ class Layout:
         RenderError: If no renderer is installed. The message says how to install one.
 
     Note:
-        The child is a plain subprocess rather than a ``multiprocessing`` process, which would import the training
-        script again, although the script may have no ``__main__`` guard. The child has its own session, so that Ctrl-C
-        in the terminal does not kill it before its picture is complete. If this process is killed, the child ends
-        after ``timeout_s`` seconds of processor time (on Linux), and the next layout on this machine removes its files.
+        The child is a plain subprocess. A ``multiprocessing`` process would import the training script again, and the
+        script may have no ``__main__`` guard. The child has its own session, so that Ctrl-C in the terminal does not
+        kill it before its picture is complete. If this process is killed, the child ends after ``timeout_s`` seconds of
+        CPU time (on Linux), and the next layout on this machine removes its files.
     """
 
     def __init__(self, document: str | Path, formats: Sequence[str], timeout_s: float = 60.0) -> None:
@@ -108,8 +108,8 @@ class Layout:
             wait_s: Seconds to wait before the process is killed; by default all of its remaining time.
 
         Raises:
-            RenderError: If the renderer failed or timed out, with the end of its output, or if the text of a bitmap is
-                too small to read.
+            RenderError: If the renderer failed or timed out, or if the text of a bitmap would be too small to read. The
+                message has the end of the renderer's output.
         """
         try:
             left = max(0.0, self._deadline - time.monotonic())
@@ -135,7 +135,7 @@ class Layout:
             self._discard()
 
     def _check_size(self) -> None:
-        """Raise an error for pictures with unreadable text, which Graphviz shrinks to the largest size of a bitmap."""
+        """Raise an error if Graphviz has shrunk a bitmap to its maximum size, so that its text is unreadable."""
         words = self._messages.read_text(errors="replace")
         scale = min((float(each) for each in re.findall(r"[Ss]caling by (\d*\.?\d+)", words)), default=1.0)
         if scale < _LEAST_SCALE:
@@ -191,7 +191,7 @@ def _font_configuration(folder: Path) -> Path:
 
 
 def _limit_processor_time(pid: int, seconds: float) -> None:
-    """Let the operating system kill a process after this processor time, even if its parent was killed."""
+    """Let the operating system kill a process after this CPU time, even if its parent was killed."""
     if sys.platform == "linux":
         import resource
 
@@ -208,7 +208,7 @@ def _discard(process: subprocess.Popen[bytes], folder: TemporaryFolder) -> None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process, and the process of dot that it may have started, which is in the same group."""
+    """Kill a process and its process group, which includes the dot process that it may have started."""
     if process.poll() is None and sys.platform != "win32":
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

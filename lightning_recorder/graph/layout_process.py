@@ -1,15 +1,16 @@
-"""A script that lays out a Graphviz document, each of its sheets by itself, and moves titles of frames away from edges.
+"""A script that lays out each sheet of a Graphviz document separately and moves titles of frames away from edges.
 
-Graphviz would align the nodes of all sheets, so that a high node on one sheet makes a gap on all others. Each sheet is
-laid out with its statements in a few orders. The layout is kept that has the fewest crossings of lines and the fewest
-modules, inputs and outputs to the right of a later one beside them.
+If Graphviz laid out all sheets together, it would align their nodes, and a high node on one sheet would make a gap on
+all others. Each sheet is laid out several times, with its statements in different orders. The best layout has the
+fewest edge crossings. It also has the fewest pairs of modules, inputs or outputs beside each other in the wrong order,
+with the later one on the left.
 
-It runs in a process of its own and imports neither torch nor this package, so it starts in 0.1 s. Its arguments are the
-path of ``dot``, or the folder of ``pygraphviz``, then the document, and then the paths of the pictures.
+The script runs in its own process and imports neither torch nor this package, so it starts in 0.1 s. Its arguments are
+the path of ``dot`` or the folder of ``pygraphviz``, the document, and the paths of the pictures.
 
-The title of a frame lies between two empty cells, ``left`` and ``right``, whose widths decide where it is. After a
-layout the widths are changed so that the title is in a gap between the edges that enter the frame. A frame without such
-a gap is made wider, which needs another layout.
+The title of a frame is between two empty cells, ``left`` and ``right``, whose widths determine the position of the
+title. After a layout, the widths are changed so that the title is in a gap between the edges that enter the frame. A
+frame without such a gap is made wider, and the sheet is laid out again.
 """
 
 from __future__ import annotations
@@ -31,30 +32,30 @@ _PART = re.compile(
 )
 _POINT = re.compile(r"(-?[\d.]+(?:e[-+]\d+)?),(-?[\d.]+(?:e[-+]\d+)?)")
 ENDS = re.compile(r"(\w+) -> (\w+)")
-_BOLD = "<b>"  # in the label of a module, an input or an output, but not of a function
+_BOLD = "<b>"  # labels of modules, inputs and outputs have bold text, labels of functions do not
 _OURS, _SHEET = "newrank=true", "cluster_sheet_"
 _BETWEEN, _SKIPS = 24.0, 80.0  # points between two sheets, and between the sides of a U-Net
-_BEND, _ARROW = 6.0, 6.0  # points of a bend, and of an arrowhead
-_TITLES = 18.0, 84.0  # points of the title of a broad page, and of a tall one with its caption: the worse of both
-_LONGEST = 5000.0  # points of a page that gets margins
-_NARROW = 3.0  # the longest side of a page, as a multiple of the other one
+_BEND, _ARROW = 6.0, 6.0  # length of a bend and of an arrowhead, in points
+_TITLES = 18.0, 84.0  # assumed height of the title in points: on a broad page, and on a tall page with a caption
+_LONGEST = 5000.0  # a page longer than this, in points, gets no margins
+_NARROW = 3.0  # the largest aspect ratio of a page with margins
 _ROUNDS = 10
 _MARGIN = 6.0  # points between a title and an edge, or the border of its frame
-_INSIDE = 3.0  # points between a line inside a frame and its border
-_LETTER = 6.0  # points of the width of a letter of a label
-_WIDER = 1.05  # Without the font, Graphviz takes a text for up to 4 % narrower than it is.
+_INSIDE = 3.0  # points between a line inside a frame and the border of the frame
+_LETTER = 6.0  # width of a letter of a label, in points
+_WIDER = 1.05  # without the font, Graphviz underestimates the width of a text by up to 4 %
 _REMEDY = "install Graphviz, on Debian and Ubuntu with apt-get install graphviz; its dot is then used"
-_QUICK_S = 10.0  # No further layout is made that would probably end after this time of the processor.
+_QUICK_S = 10.0  # no further layout is started that would probably end after this many seconds of CPU time
 
 
 def worked_s() -> float:
-    """Return the processor time of this process and of those that it ran, whatever else runs on the machine."""
+    """Return the CPU time of this process and its finished child processes, in seconds."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
 
 def weights_at(place: float) -> tuple[float, float, float, float]:
-    """Return the weights of the control points of a piece of a spline, at a place from 0 to 1 along it."""
+    """Return the weights of the four control points of a cubic Bézier curve at the parameter ``place``, from 0 to 1."""
     return (1 - place) ** 3, 3 * place * (1 - place) ** 2, 3 * place**2 * (1 - place), place**3
 
 
@@ -64,13 +65,13 @@ Interval = tuple[float, float]
 Point = tuple[float, float]
 Section = tuple[Point, Point]
 Line = list[tuple[Point, ...]]
-"""The pieces of a spline: four control points each, or the point of an arrowhead."""
+"""The pieces of a spline. A piece has four control points, or one point for an arrowhead."""
 Widths = dict[str, dict[str, int]]
 
 
 @dataclass
 class Frame:
-    """A frame in a layout, in points; y goes up."""
+    """The position of a frame and its title in a layout, in points. The y axis points upwards."""
 
     left: float  # the left border
     right: float  # the right border
@@ -84,7 +85,7 @@ def main(renderer: str, document: str, *pictures: str) -> None:
     """Write the pictures of a document."""
     source = Path(document).read_text(encoding="utf-8")
     start = worked_s()
-    # Any other document than those of GraphvizRenderer is drawn as it is.
+    # Documents that were not made by GraphvizRenderer are drawn unchanged.
     engine = "dot"
     if _OURS in source:
         source, engine = beside_each_other(renderer, sheets_of(source), start)
@@ -94,9 +95,9 @@ def main(renderer: str, document: str, *pictures: str) -> None:
 
 
 def arranged(renderer: str, source: str, start: float) -> tuple[str, Any]:
-    """Return a document in which no edge crosses a title, if there is room for it, and its layout.
+    """Return the document with titles moved so that no edge crosses them, if possible, and its layout.
 
-    ``start`` is the processor time at which the first layout of the picture began.
+    ``start`` is the CPU time at which the first layout of the picture began.
     """
     for attempt in range(_ROUNDS):
         before = worked_s()
@@ -115,16 +116,16 @@ def arranged(renderer: str, source: str, start: float) -> tuple[str, Any]:
 
 @dataclass
 class Sheets:
-    """A document in parts: each statement is a line, or several if a label has line breaks."""
+    """The statements of a document, divided into sheets. A statement is one line, or several for a multi-line label."""
 
-    settings: list[str]  # the statements about the graph and all nodes and edges
-    parts: list[list[str]]  # the statements of each sheet, without the frame around them, and those of what is on none
-    edges: list[list[str]]  # the edges of each part
+    settings: list[str]  # the statements with attributes of the graph, all nodes and all edges
+    parts: list[list[str]]  # the statements of each sheet, without its frame; the last entry has the rest, if any
+    edges: list[list[str]]  # the edges of each entry of ``parts``
     between: list[str]  # the edges from one side of a U-Net to the other
 
 
 def sheets_of(source: str) -> Sheets:
-    """Return the parts of a document: its sheets in their order, and what is on none of them."""
+    """Divide a document into its sheets, in order, and the statements outside of all sheets."""
     opening, *inner = source.rstrip().removesuffix("}").rstrip().split("\n\t")
     settings, edges = [opening], list[str]()
     rest: list[str] = []
@@ -139,7 +140,7 @@ def sheets_of(source: str) -> Sheets:
             settings.append(statement)
         elif part is rest and ENDS.match(statement):
             edges.append(statement)
-        # The attributes of the frame around a sheet, which is not drawn, are left out.
+        # Leave out the attributes of the invisible frame around a sheet.
         elif part is rest or not re.match(r"\t[\w]+=", statement):
             part.append(statement)
     parts = [numbered[number] for number in sorted(numbered)] + ([rest] if rest else [])
@@ -154,19 +155,19 @@ def sheets_of(source: str) -> Sheets:
 
 
 def beside_each_other(renderer: str, sheets: Sheets, start: float) -> tuple[str, str]:
-    """Return a document with the positions of all nodes, edges and frames of sheets, which are laid out one by one.
+    """Lay out the sheets one by one. Return a document with all positions, and the engine that draws it.
 
-    The second value is the engine that draws it: ``dot`` if there is one sheet with other statements than those of
-    this package, such as a node that the user has added.
+    The engine is ``nop2``, which keeps the positions. It is ``dot`` if there is only one sheet with statements that
+    this package did not write, such as a node that the user has added.
 
-    The sheets stand side by side, or below each other if the data flows across the page. The second side of a U-Net is
-    drawn upwards.
+    The sheets are beside each other, or below each other if the data flows across the page. The second side of a U-Net
+    is drawn upwards.
     """
     direction = (re.findall(r"\brankdir=(\w\w)", "\n".join(sheets.settings)) or ["TB"])[-1]
     gap = _SKIPS if sheets.between else _BETWEEN
     made: list[tuple[list[str], Any]] = []
     for part, edges in zip(sheets.parts, sheets.edges, strict=True):
-        # Dot ignores the attribute, by which the layout tells edges with the same ends.
+        # dot ignores the attribute ``_no``. It distinguishes edges with the same ends in the layout.
         marked = [_with(edge, _no=str(number)) for number, edge in enumerate(edges)]
         upwards = ["graph [rankdir=BT]"] if sheets.between and len(made) == 1 else []
         settings = [*sheets.settings, 'graph [label=""]', *upwards]
@@ -207,10 +208,10 @@ def beside_each_other(renderer: str, sheets: Sheets, start: float) -> tuple[str,
 
 
 class Orders:
-    """The layouts of a sheet with its statements in several orders.
+    """Lays out a sheet with its statements in different orders, to find the best one.
 
-    Graphviz places the contents of a frame by the order of their statements, among other things, and knows no rule by
-    which one frame is to the left of another one.
+    Graphviz has no attribute to place one frame to the left of another. But the order of the statements affects where
+    the contents of a frame are placed.
     """
 
     def __init__(self, renderer: str, settings: list[str], part: list[str], edges: list[str], flat: bool) -> None:
@@ -218,7 +219,7 @@ class Orders:
         self._turn = children_of(part, only_named=True)
 
     def best(self, start: float) -> list[str]:
-        """Return the statements in the best order; the processor time since ``start`` limits the search."""
+        """Return the statements in the best order. The CPU time since ``start`` limits the search."""
         best = self._part
         layout = self._layout(best)
         faults = self._faults(layout)
@@ -233,11 +234,11 @@ class Orders:
         return best
 
     def source(self, part: list[str]) -> str:
-        """Return the document of the sheet with its statements in some order."""
+        """Return the document of the sheet with its statements in the given order."""
         return "\n\t".join([*self._settings, *part, *self._edges]) + "\n}\n"
 
     def is_mirrored(self, layout: Any) -> bool:
-        """Return True if later modules are to the left of earlier ones more often than to the right."""
+        """Return True if most pairs of modules beside each other have the later module on the left."""
         return not self._flat and len(self._beside(layout)) < 2 * len(self._reversed(layout))
 
     def _layout(self, part: list[str]) -> Any:
@@ -249,7 +250,7 @@ class Orders:
         return 2 * crossed(layout) + turned
 
     def _beside(self, layout: Any) -> list[tuple[str, str]]:
-        """Return the pairs of named nodes and frames that are beside each other in one frame, the earlier one first."""
+        """Return the pairs of named nodes and frames that are beside each other in a frame, in execution order."""
         boxes = {**boxes_of(layout), **frame_boxes_of(layout)}
         low = 0 if self._flat else 1
         found = []
@@ -266,7 +267,7 @@ class Orders:
         return [(one, other) for one, other in self._beside(layout) if at[other] < at[one]]
 
     def _places(self, layout: Any) -> dict[str, float]:
-        """Return the place of each node and frame across the flow, in the order of reading."""
+        """Return the position of each node and frame across the flow. Positions increase in reading order."""
         boxes = {**boxes_of(layout), **frame_boxes_of(layout)}
         return {name: -box[3] if self._flat else box[0] for name, box in boxes.items()}
 
@@ -274,7 +275,10 @@ class Orders:
         return reordered(part, {name: inside[::-1] for name, inside in children_of(part).items()})
 
     def _put_in_turn(self, part: list[str], layout: Any) -> list[str]:
-        """Return the statements in the order that would mend the layout, if each was drawn at the place of another."""
+        """Reorder the statements of nodes and frames that are in the wrong order.
+
+        If Graphviz kept the positions and only exchanged the nodes, the layout would be right.
+        """
         at = self._places(layout)
         wrong = [each for pair in self._reversed(layout) for each in pair]
         now = children_of(part, only_named=True)
@@ -288,7 +292,7 @@ class Orders:
 
 
 def blocks_of(statements: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each node or frame with its name and its statements, and other statements with an empty name."""
+    """Yield the name and the statements of each node or frame. Other statements have an empty name."""
     block: list[str] = []
     depth = 0
     for statement in statements:
@@ -301,7 +305,7 @@ def blocks_of(statements: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def children_of(statements: Sequence[str], frame: str = "", *, only_named: bool = False) -> dict[str, list[str]]:
-    """Return the names of the nodes and frames inside each frame, in the order of their statements."""
+    """Return the names of the nodes and frames directly inside each frame, in the order of their statements."""
     found: dict[str, list[str]] = {}
     for name, block in blocks_of(statements):
         is_named = re.fullmatch(r"cluster_[\d_]+", name) or (re.fullmatch(r"n\d+", name) and _BOLD in block[0])
@@ -312,7 +316,7 @@ def children_of(statements: Sequence[str], frame: str = "", *, only_named: bool 
 
 
 def reordered(statements: Sequence[str], orders: Mapping[str, Sequence[str]], frame: str = "") -> list[str]:
-    """Return statements in which some nodes and frames change places: those of each frame, in their new order."""
+    """Reorder the statements of nodes and frames. ``orders`` has the new order of names for each frame."""
     blocks = dict(enumerate(blocks_of(statements)))
     inside = {
         name: block if len(block) == 1 else [block[0], *reordered(block[1:-1], orders, name), block[-1]]
@@ -326,7 +330,7 @@ def reordered(statements: Sequence[str], orders: Mapping[str, Sequence[str]], fr
 
 
 def crossed(layout: Any) -> int:
-    """Return the number of pairs of lines that cross each other and have no common end."""
+    """Return the number of pairs of edges that cross each other and have no common node."""
     sections: list[tuple[float, int, tuple[int, int], Section]] = []
     for number, edge in enumerate(layout.get("edges", ())):
         spline = "" if edge.get("style") == "invis" else edge.get("pos", "").partition(";")[0]
@@ -356,7 +360,7 @@ def _cross(one: Section, other: Section) -> bool:
 
 
 def mirror(source: str, layout: Any) -> str:
-    """Exchange left and right in a layout, and return its document with the titles of frames between the edges."""
+    """Mirror a layout horizontally. Return the document with the titles of frames moved between the edges again."""
     ends = [float(each) for each in layout["bb"].split(",")]
     widths, frames = widths_of(source), dict(frames_of(layout))
 
@@ -374,7 +378,7 @@ def mirror(source: str, layout: Any) -> str:
         if each["name"] not in widths.keys() & frames.keys():
             continue
         old, new, cells = frames[each["name"]], mirrored[each["name"]], widths[each["name"]]
-        # As far from the left border as before, with all of the room behind the title.
+        # Start at the same distance from the left border as before, with all free space after the title.
         first = {"left": 1, "right": sum(cells.values()) - 1}
         found = place(replace(new, middle=new.left + old.middle - old.left), first, lines, 0)
         text = new.width - sum(cells.values())
@@ -389,7 +393,7 @@ def mirror(source: str, layout: Any) -> str:
 
 
 def frame_boxes_of(layout: Any) -> dict[str, tuple[float, ...]]:
-    """Return the left, lower, right and upper end of each frame."""
+    """Return the bounding box of each frame as left, bottom, right, top."""
     return {
         each["name"]: tuple(map(float, each["bb"].split(",")))
         for each in layout.get("objects", ())
@@ -398,13 +402,13 @@ def frame_boxes_of(layout: Any) -> dict[str, tuple[float, ...]]:
 
 
 def align(first: Any, second: Any, between: Sequence[str]) -> None:
-    """Put both ends of each skip connection of a U-Net at one height, by wider gaps below the nodes."""
+    """Align both ends of each skip connection of a U-Net vertically, by widening gaps below the nodes."""
     sides = {name: box for layout in (first, second) for name, box in boxes_of(layout).items()}
     low = [min(bottom for _, bottom, _, _ in boxes_of(each).values()) for each in (first, second)]
     gaps: tuple[list[tuple[float, float, float]], ...] = ([], [])
     shift = [-low[0], -low[1]]
     ends = [match.groups() for match in map(ENDS.match, between) if match]
-    # The lowest one leads from the end of the first side to the beginning of the second.
+    # The lowest edge leads from the end of the first side to the beginning of the second.
     _, *skips = sorted(ends, key=lambda pair: sum(sides[pair[0]][1::2]))
     for number, pair in enumerate(skips):
         heights = [sum(sides[name][1::2]) / 2 for name in pair]
@@ -413,7 +417,7 @@ def align(first: Any, second: Any, between: Sequence[str]) -> None:
         boxes = boxes_of((first, second)[lower]).values()
         bottom = min(box[1] for box in boxes if abs(sum(box[1::2]) / 2 - heights[lower]) < 1)
         top = max((box[3] for box in boxes if sum(box[1::2]) / 2 < heights[lower] - 1), default=bottom - 6)
-        # Where the lines begin, since an arrowhead must not become longer.
+        # Widen the gap where the edges begin, since an arrowhead must not become longer.
         start = top + 1 if lower else bottom - 5
         if number:
             gaps[lower].append((start, start + 4, wider))
@@ -425,7 +429,7 @@ def align(first: Any, second: Any, between: Sequence[str]) -> None:
 
 
 def boxes_of(layout: Any) -> dict[str, tuple[float, float, float, float]]:
-    """Return the left, lower, right and upper end of each node."""
+    """Return the bounding box of each node as left, bottom, right, top."""
     found = {}
     for each in layout.get("objects", ()):
         if "pos" in each:
@@ -435,10 +439,10 @@ def boxes_of(layout: Any) -> dict[str, tuple[float, float, float, float]]:
 
 
 def stretch(layout: Any, least: float, gaps: Sequence[tuple[float, float, float]]) -> None:
-    """Move everything in a layout to other heights; a title stays at the border of its frame.
+    """Stretch a layout vertically at the gaps. A title keeps its distance from the border of its frame.
 
-    The height ``least`` becomes zero. Each gap is a range of heights without nodes, as its ends and the height that is
-    added to it.
+    The height ``least`` becomes zero. A gap is a range of heights without nodes: its lower end, its upper end, and the
+    height to add.
     """
 
     def height(y: float) -> float:
@@ -463,7 +467,7 @@ def stretch(layout: Any, least: float, gaps: Sequence[tuple[float, float, float]
 
 
 def lines_between(first: Any, second: Any, moves: Sequence[Point], between: Sequence[str]) -> list[str]:
-    """Return the edges from one side of a U-Net to the other, below the nodes that are in their way."""
+    """Return the edges from one side of a U-Net to the other, led below the nodes in their way."""
     sides = [
         {name: (left + x, low + y, right + x, high + y) for name, (left, low, right, high) in boxes_of(layout).items()}
         for layout, (x, y) in zip((first, second), moves, strict=False)
@@ -492,7 +496,7 @@ def lines_between(first: Any, second: Any, moves: Sequence[Point], between: Sequ
 
 
 def straight(path: Sequence[Point]) -> str:
-    """Return the spline of an arrow along straight lines."""
+    """Return the spline of an arrow that follows straight lines between the points of a path."""
     (x, y), tip = path[-2:]
     long = math.hypot(tip[0] - x, tip[1] - y)
     base = tuple(to - (to - at) * _ARROW / long for at, to in zip((x, y), tip, strict=True))
@@ -502,7 +506,7 @@ def straight(path: Sequence[Point]) -> str:
 
 
 def keep_inside(layout: Any) -> None:
-    """Move the lines between two nodes of a frame that leave the frame, such as that of a skip connection, into it."""
+    """Keep edges between two nodes of a frame inside the frame. The edge of a skip connection may leave it."""
     frames = [
         (set(each.get("nodes", ())), [float(side) for side in each["bb"].split(",")])
         for each in layout.get("objects", ())
@@ -522,18 +526,17 @@ def keep_inside(layout: Any) -> None:
         # A curve lies inside the convex hull of its control points.
         edge["pos"] = _POINT.sub(inside, edge["pos"])
         if "lp" in edge:
-            # Between the line and its label was nothing else, so the label may follow it up to the border.
+            # Nothing is between an edge and its label, so the label may follow the edge up to the border.
             x, y = map(float, edge["lp"].split(","))
             half = _LETTER / 2 * len(re.sub("<[^>]*>|>", "", edge.get("label", "")))
             edge["lp"] = f"{min(max(x, left - half), right + half):.2f},{y}"
 
 
 def with_margins(source: str, width: float, height: float) -> str:
-    """Return a document with margins by which no side of the page is longer than three times the other.
+    """Add margins so that no side of the page is longer than three times the other side.
 
-    A page that is much longer than a sheet stays narrow, since margins would make a bitmap of it very large.
-
-    The width and the height of the contents are in points.
+    A very long page gets no margins, since they would make a bitmap very large. The width and the height of the
+    contents are in points.
     """
     found = re.search(r'\bpad="([\d.]+),([\d.]+)"', source)
     if found is None or max(width, height) > _LONGEST:
@@ -547,7 +550,7 @@ def with_margins(source: str, width: float, height: float) -> str:
 
 
 def placed(statements: list[str], layout: Any, move: Point) -> list[str]:
-    """Return statements with the positions of a layout, all moved by the same distance."""
+    """Add the positions of a layout to the statements, all moved by the same distance."""
     nodes = {each["name"]: each for each in layout.get("objects", ())}
     edges = {each["_no"]: each for each in layout.get("edges", ())}
     found = []
@@ -563,7 +566,7 @@ def placed(statements: list[str], layout: Any, move: Point) -> list[str]:
 
 
 def moved(places: str, move: Point) -> str:
-    """Return points, or a spline, as Graphviz writes them, moved by a distance."""
+    """Move points, a spline or a box in Graphviz's text form by a distance."""
     if " " not in places and places.count(",") == 3:  # a frame: left, bottom, right, top
         numbers = [float(each) + move[side % 2] for side, each in enumerate(places.split(","))]
         return ",".join(f"{each:.2f}" for each in numbers)
@@ -575,7 +578,7 @@ def moved(places: str, move: Point) -> str:
 
 
 def _with(statement: str, **attributes: str) -> str:
-    """Return the statement of a node or an edge with further attributes."""
+    """Add attributes to the statement of a node or an edge."""
     if not attributes:
         return statement
     words = " ".join(f'{key}="{value}"' if key != "_no" else f"{key}={value}" for key, value in attributes.items())
@@ -583,7 +586,7 @@ def _with(statement: str, **attributes: str) -> str:
 
 
 def draw(renderer: str, source: str, formats: list[str], engine: str = "dot") -> list[bytes]:
-    """Return the pictures of a document in each format."""
+    """Return a picture of the document in each format."""
     if Path(renderer).is_dir():
         sys.path.append(renderer)
         try:
@@ -594,7 +597,7 @@ def draw(renderer: str, source: str, formats: list[str], engine: str = "dot") ->
             graph = pygraphviz.AGraph(string=source)
             return [graph.draw(format=each, prog=engine) for each in formats]
         except Exception as error:  # noqa: BLE001 - the other process shows any error in one line
-            # The context may have the reason.
+            # The context of the error may have the reason.
             sys.exit(f"{error} {error.__context__ or ''}".strip())
     made = []
     for each in formats:
@@ -619,7 +622,7 @@ def widths_of(source: str) -> Widths:
 
 
 def with_widths(source: str, widths: Widths) -> str:
-    """Return the document with other widths."""
+    """Return the document with new widths of the cells."""
     name = ""
 
     def changed(part: re.Match[str]) -> str:
@@ -642,9 +645,10 @@ def frames_of(layout: Any) -> Iterator[tuple[str, Frame]]:
 
 
 def place(frame: Frame, widths: dict[str, int], lines: Sequence[Line], attempt: int) -> dict[str, int]:
-    """Return the widths of the two cells for a title that no edge crosses.
+    """Return widths of the two cells that move the title to where no edge crosses it.
 
-    A frame gets wider with each attempt, since its contents may move with it.
+    If the frame has no such gap, the widths make the frame wider. They increase with each attempt, since the contents
+    may move when the frame becomes wider.
     """
     text = frame.width - widths["left"] - widths["right"]
     start = frame.middle - frame.width / 2
@@ -661,21 +665,21 @@ def place(frame: Frame, widths: dict[str, int], lines: Sequence[Line], attempt: 
     widest = max((right - left for left, right in gaps), default=0.0)
     inner = frame.right - frame.left - 2 * _MARGIN
     if inner > 4 * text + 10 * _MARGIN and widest < text / 2:
-        # Edges run along the title, and more room would not help.
+        # Edges run along the title, so a wider frame would not help.
         return widths
-    # The new room may be divided by an edge, so it is generous.
+    # Add generous space, since an edge may divide the new space.
     more = 2 * (text - widest) + 4 * _MARGIN + attempt * text / 4
     return {"left": 1, "right": round(max(inner - text, 0) + more)}
 
 
 def lines_of(layout: Any) -> list[Line]:
-    """Return the lines of all visible edges. An edge may consist of several."""
+    """Return the lines of all visible edges. An edge may consist of several lines."""
     edges = [edge for edge in layout.get("edges", ()) if edge.get("style") != "invis"]
     return [line_of(spline) for edge in edges for spline in edge.get("pos", "").split(";")]
 
 
 def line_of(spline: str) -> Line:
-    """Return the pieces of a spline; an arrowhead is a piece of a single point."""
+    """Return the pieces of a spline in Graphviz's text form. An arrowhead is a piece with a single point."""
     heads: Line = []
     knots: list[Point] = []
     for part in spline.split():
@@ -689,7 +693,7 @@ def line_of(spline: str) -> Line:
 
 
 def points_of(line: Line, bottom: float = -math.inf, top: float = math.inf) -> Iterator[Point]:
-    """Yield points along the pieces of a line that may be between two heights."""
+    """Yield points along a line. Pieces that are entirely outside of a range of heights are left out."""
     for piece in line:
         heights = [y for _, y in piece]
         # A Bézier curve lies inside the convex hull of its control points.
@@ -706,11 +710,11 @@ def points_of(line: Line, bottom: float = -math.inf, top: float = math.inf) -> I
 
 
 def crossings(line: Line, frame: Frame) -> Iterator[Interval]:
-    """Yield the horizontal intervals in which a line lies at the height of a title."""
+    """Yield the horizontal intervals in which a line is at the height of a frame's title."""
     bottom, top = frame.bottom - 1, frame.top + 1
     for piece in line:
         points = list(points_of([piece], bottom, top))
-        # The points of a long piece may be farther apart than a title is high, so the sections between them count.
+        # The points of a long piece may be farther apart than the height of a title. So check the lines between them.
         for (x, y), (end_x, end_y) in pairwise(points if len(points) > 1 else points * 2):
             if max(y, end_y) < bottom or min(y, end_y) > top:
                 continue
@@ -720,7 +724,7 @@ def crossings(line: Line, frame: Frame) -> Iterator[Interval]:
 
 
 def gaps_between(taken: list[Interval], left: float, right: float) -> Iterator[Interval]:
-    """Yield the free intervals between two borders, from left to right."""
+    """Yield the intervals between two borders that are not taken, from left to right."""
     for start, end in sorted(taken):
         if start > left:
             yield left, min(start, right)

@@ -25,11 +25,11 @@ Kind = Literal["module", "op", "input", "output", "parameter", "buffer", "tensor
     one call of a module;
 ``op``
     one call of a torch function, or of a custom ``autograd.Function``. Functions that return no tensor are left out,
-    except for those that read the values of an input, such as ``item``;
+    except for functions that read the values of an input, such as ``item``;
 ``input``, ``output``
     an input or output tensor of the model, or an output object with tensors inside, named by its path;
 ``parameter``, ``buffer``
-    a tensor of the model, inside the call of the module that owns it;
+    a parameter or buffer of the model, inside the call of the module that owns it;
 ``tensor``
     a tensor that existed before the recording and belongs to neither the batch nor the model;
 ``backward``
@@ -37,7 +37,7 @@ Kind = Literal["module", "op", "input", "output", "parameter", "buffer", "tensor
 ``optimizer``
     one step of an optimizer, named by its class; its inputs are the backward passes whose gradients it uses;
 ``port``
-    only in a picture: the place where a tensor that is used more than once enters a frame.
+    only in a picture: the point where a tensor that is used more than once enters a frame.
 """
 
 Repetition = Literal["first", "next", "all", "same", "each"]
@@ -50,23 +50,23 @@ Repetition = Literal["first", "next", "all", "same", "each"]
 ``all``
     the target, outside of the folded node, takes the tensors of all repetitions in their order;
 ``same``
-    beside ``next`` for an outer folded node: the tensor goes to the same repetition of this inner node;
+    together with ``next`` for an outer folded node: the tensor goes to the same repetition of this inner node;
 ``each``
-    for two folded nodes, one around the source and then one around the target: each repetition of the second takes the
-    tensor of the repetition of the first that has the same number.
+    for two folded nodes, first one around the source, then one around the target: each repetition of the second node
+    takes the tensor of the repetition of the first node with the same number.
 
-Each further ``next`` for a node is one repetition more: ``first`` with ``next`` is the second repetition, and ``next``
-twice is the tensor of two repetitions before.
+Each further ``next`` for a node adds one repetition: ``first`` with ``next`` means the second repetition, and ``next``
+twice means the tensor of two repetitions before.
 
-Without such a word, each repetition takes the tensor of a source outside, and a target outside takes the tensor of the
-last repetition.
+Without any of these words, every repetition takes the tensor of a source outside of the folded node. A target outside
+takes the tensor of the last repetition.
 """
 
 RECOMPUTED, VMAPPED, IN_PLACE = "recomputed", "vmapped", "in place"
-"""The notes of calls that a checkpoint repeats in the backward pass, of those inside ``torch.vmap``, and of functions
-that write into a tensor that they take."""
+"""The notes of calls that a checkpoint repeats in the backward pass, of calls inside ``torch.vmap``, and of functions
+that write to one of their inputs."""
 
-_OPERANDS = ("other", "exponent", "value", "fill_value")  # parameters of functions that take numbers as values
+_OPERANDS = ("other", "exponent", "value", "fill_value")  # arguments of functions that may be numbers to compute with
 
 _SCRIPTED = ("RecursiveScriptModule", "ScriptModule", "TopLevelTracedModule", "TracedModule")  # classes of torch.jit
 
@@ -86,10 +86,10 @@ _ITEM_BYTES = {
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """Shape, dtype and device of a tensor; ``dtype`` without ``torch.``, ``device`` as ``cpu`` or ``cuda:0``.
+    """Shape, dtype and device of a tensor. ``dtype`` has no ``torch.`` prefix, and ``device`` is like ``cuda:0``.
 
-    In a folded view, ``largest`` holds the largest size of each dimension if the sizes differ between the repetitions;
-    ``shape`` holds the smallest. They are shown as ``5…12×16``. A ragged size of a nested tensor is -1, shown as ``?``.
+    In a folded view, the sizes may differ between the repetitions. Then ``shape`` has the smallest size of each
+    dimension and ``largest`` the largest, shown as ``5…12×16``. A ragged size of a nested tensor is -1, shown as ``?``.
     """
 
     shape: tuple[int, ...]
@@ -108,7 +108,7 @@ class TensorMeta:
             for least, most in zip(self.shape, self.largest or self.shape, strict=True)
         ]
         if len(sizes) == 1:
-            # A number without brackets would look like a value.
+            # A single size without brackets would look like a value.
             return f"[{sizes[0]}]"
         return "×".join(sizes) if sizes else "scalar"
 
@@ -118,7 +118,7 @@ class Node:
     """An event of the recording, such as a call, or a tensor that existed before.
 
     Args:
-        id: Unique in the graph; ascending in time.
+        id: Unique in the graph; ascending in execution order.
         kind: See :data:`Kind`.
         name: The dotted name of a module (``""`` for the root), the function of an op, such as ``relu``, or the path or
             dotted name of a tensor.
@@ -126,20 +126,22 @@ class Node:
         depth: The number of enclosing module calls; 0 for the root.
         type_name: The class of a module, or of an output that is an object with tensors inside; empty for other kinds.
         call: The number of this call of the module, starting at 1.
-        outputs: The output tensors; for a parameter, buffer, input or output, the tensor itself, or those inside of it.
-        parameters: The number of parameter elements that the module of a call owns itself, and those of its submodules
-            if their calls are not observed, as in a fused layer. For an op of a view, those of the layer that it is.
-        total_parameters: The number of parameter elements of the module of a call and of all its submodules, each
-            parameter once, called or not; ignored in comparisons.
-        used_parameters: The number of these elements that anything in the recording used; ``None`` if it is not known,
-            because the recording failed or a computation was not observed; ignored in comparisons.
+        outputs: The output tensors. For a parameter, buffer, input or output, the tensor itself, or the tensors inside
+            the object.
+        parameters: The number of parameter elements of the module of a call, without its submodules. Submodules are
+            included if their calls are not observed, as in a fused layer. For an op of a view that represents a layer,
+            the number of parameter elements of the layer.
+        total_parameters: The number of parameter elements of the module of a call and of all its submodules, called or
+            not. Each parameter counts once. Ignored in comparisons.
+        used_parameters: The number of elements of ``total_parameters`` that the recording used. ``None`` if the number
+            is not known, because the recording failed or a computation was not observed. Ignored in comparisons.
         tied: For a parameter or buffer, its other names in the model. For a closed call or an op of a view, the names
             of the tensors that it uses and that another closed call contains.
         autograd: The types of the nodes that an op created in torch's backward graph, such as ``AddmmBackward0``, the
-            last one first.
-        scope: The part of a training step: the name of the method, or ``loss`` for nodes between the last layer and the
-            backward pass. After the first backward pass a number is added, as in ``training_step 2``. Empty outside of
-            training steps.
+            last node first.
+        scope: The phase of a training step: the name of the method, or ``loss`` for nodes between the last layer and
+            the backward pass. After the first backward pass a number is added, as in ``training_step 2``. Empty outside
+            of training steps.
         failed: True if an exception ended the call.
         source: The line of user code that made the call, such as ``models/net.py:42``; ignored in comparisons.
         duration_ms: The wall time of a module call, if it was measured; ignored in comparisons.
@@ -147,21 +149,23 @@ class Node:
         parallel: True if the repeated nodes have no edges between them.
         shared: Only in a folded view: True if the repetitions of the node, or of a folded node around it, have the same
             parameters, because they call the same modules. False if these modules have no parameters.
-        members: Only in a folded view: the modules that a call stands for, if they are several; not compared.
-        inputs: The input tensors of a call, as often as they are passed: attention with one tensor as query, key and
-            value has three.
-        arguments: Names and values of the arguments that are not tensors, as text, such as ``("dim", "-1")``, in the
-            one form that torch's schema declares and without those that equal their default; for a module the settings
-            that its ``extra_repr`` shows. A positional entry of ``extra_repr`` has no name.
-        flops: The estimated number of floating-point operations of the forward pass of a call, if they were measured;
-            ignored in comparisons.
+        members: Only in a folded view: the names of the modules that a call represents, if there are several. Ignored
+            in comparisons.
+        inputs: The input tensors of a call. A tensor that is passed several times is repeated: attention with one
+            tensor as query, key and value has three inputs.
+        arguments: Names and values of the non-tensor arguments as text, such as ``("dim", "-1")``, in the form that
+            torch's schema declares. Arguments that equal their default are left out. For a module, the settings in its
+            ``extra_repr``. A positional entry of ``extra_repr`` has an empty name.
+        flops: The estimated number of floating-point operations of the forward pass of a call, if it was measured.
+            Ignored in comparisons.
         saved_bytes: The bytes that autograd keeps for the backward pass of a call, if they were measured. Memory that
-            several calls save counts for the first. Parameters and buffers do not count. Ignored in comparisons.
-        note: ``frozen``, ``no gradient`` or ``not registered`` for a parameter, ``stops the gradient: detach`` for a
-            function, with the reason, ``never called`` for a module of :func:`show_unused`, ``recomputed`` for a call
-            that a checkpoint repeats in the backward pass, ``vmapped ×3`` for one that ``torch.vmap`` runs for three
-            samples at once, ``in place`` for a function that writes into a tensor that it takes, and for a call that
-            does nothing else; ignored in comparisons.
+            several calls save counts for the first call. Parameters and buffers do not count. Ignored in comparisons.
+        note: A remark about the node. For a parameter: ``frozen``, ``no gradient`` or ``not registered``. For a
+            function: ``stops the gradient:`` with the reason, such as ``detach``. For a call that a checkpoint repeats
+            in the backward pass: ``recomputed``. For a call that ``torch.vmap`` runs for three samples at once:
+            ``vmapped ×3``. For a function that writes to one of its inputs, and for a call that only contains such a
+            function: ``in place``. For a module that :func:`show_unused` adds: ``never called``. Ignored in
+            comparisons.
     """
 
     id: int
@@ -193,7 +197,7 @@ class Node:
 
     @property
     def remark(self) -> str:
-        """The note, except ``in place``, which does not change what a node stands for."""
+        """The note, or "" if it is ``in place``. Views treat a node with this note like a node without a note."""
         return "" if self.note == IN_PLACE else self.note
 
     @property
@@ -204,7 +208,7 @@ class Node:
 
 @dataclass(frozen=True, order=True)
 class Edge:
-    """A tensor that is an output of one node and an input of another.
+    """A tensor that is an output of one node and an input of another node.
 
     Args:
         source: The ``id`` of the node that returned the tensor.
@@ -212,11 +216,11 @@ class Edge:
         multiplicity: The number of recorded tensors between the two nodes.
         tensor: Shape, dtype and device of the first of these tensors.
         across: Only in a folded view: the ids of repeated nodes around the source or the target, each with the relation
-            of the edge to its repetitions; see :data:`Repetition`.
-        outputs: The place of each of these tensors among the outputs of the source; empty if all are the first one. In
-            a view, it may have each place once, or be empty if repetitions take different outputs.
-        part: Only in a view: the part of the output that is taken, such as ``2`` of ``chunk`` or ``[4:]``, or the name
-            of one of several results of a closed call, such as ``cos``; not compared.
+            of the edge to the repetitions of the node; see :data:`Repetition`.
+        outputs: The index of each of these tensors among the outputs of the source; empty if all indices are 0. In a
+            view, each index may occur once, and ``outputs`` is empty if repetitions take different outputs.
+        part: Only in a view: the part of the output that is used, such as ``2`` of ``chunk`` or ``[4:]``. For a closed
+            call with several results, the name of a result, such as ``cos``. Ignored in comparisons.
     """
 
     source: int
@@ -234,21 +238,21 @@ class Edge:
 
 @dataclass(frozen=True, repr=False)
 class Graph:
-    """Nodes in the order of time, starting with the root, and the edges between them in the order of their first use.
+    """The nodes and edges of a recording. The first node is the root.
 
-    Edges connect ops, inputs, parameters and other tensors; a module call is the ``parent`` of the nodes inside it. In
-    a view a module call may have edges itself, if it represents all of its contents.
+    Edges connect ops, inputs, parameters and other tensors. A module call is the ``parent`` of the nodes inside it. In
+    a view, a closed module call has edges itself.
 
     Args:
-        nodes: The nodes in the order of time.
+        nodes: The nodes in execution order.
         edges: The edges in the order of their first use.
         scope: The recorded method of the model: ``forward`` or ``training_step``.
         parameters: The number of parameter elements of the model; a shared parameter counts once.
         name: The title of a picture; by default the class of the model.
-        modules: Weak references to the modules of the recorded model by name, for :meth:`module`. They are not compared
-            and not part of a copy, a pickle or the JSON form.
-        unused: The parts of the model that were not used or not trained.
-        left_out: Only in a view: what a caption says about the nodes that it leaves out; not compared.
+        modules: Weak references to the modules of the recorded model by name, for :meth:`module`. They are ignored in
+            comparisons and are not included in copies, pickles and the JSON form.
+        unused: The modules and parameters that were not used or not trained.
+        left_out: Only in a view: the numbers of removed nodes, as text for the caption. Ignored in comparisons.
 
     Example:
         >>> from lightning_recorder.graph import capture_graph
@@ -318,7 +322,7 @@ class Graph:
         return {}
 
     def largest(self, field_name: str) -> float:
-        """Return the largest value of a numeric field, among the nodes that contain no others."""
+        """Return the largest value of a numeric field among the nodes without contents."""
         if field_name not in self._largest:
             values = (getattr(node, field_name) or 0 for node in self.nodes if node.id not in self._children)
             self._largest[field_name] = max(values, default=0)
@@ -333,7 +337,7 @@ class Graph:
         return self.nodes[0]
 
     def children(self, node: Node) -> list[Node]:
-        """Return the nodes directly inside a module call, in the order of time."""
+        """Return the nodes directly inside a module call, in execution order."""
         return self._children.get(node.id, [])
 
     def into(self, node: Node) -> list[Edge]:
@@ -351,9 +355,9 @@ class Graph:
             yield node
 
     def module(self, node: Node) -> Any:
-        """Return the ``nn.Module`` that a node is a call of, or the one around any other node.
+        """Return the ``nn.Module`` that a node is a call of. For other nodes, return the module of the enclosing call.
 
-        ``None`` if the module no longer exists, or the graph was loaded from a file or copied.
+        Return ``None`` if the module no longer exists, or if the graph was loaded from a file or copied.
 
         Example:
             >>> from lightning_recorder.graph import capture_graph
@@ -368,11 +372,11 @@ class Graph:
         return None if reference is None else reference()
 
     def module_calls(self) -> list[Node]:
-        """Return all module calls except the root, in the order of time."""
+        """Return all module calls except the root, in execution order."""
         return [node for node in self.nodes if node.kind == "module" and node.parent is not None]
 
     def occurrences(self, edge: Edge) -> int:
-        """Return the number of equal edges of the original graph that an edge of a folded view represents."""
+        """Return the number of edges of the original graph that an edge of a folded view represents."""
         words: dict[int, list[Repetition]] = {}
         for group, word in edge.across:
             words.setdefault(group, []).append(word)
@@ -399,7 +403,7 @@ class Graph:
             False
         """
         place = {node.id: number for number, node in enumerate(self.nodes)}
-        # Those of a scripted module change as TorchScript optimizes its type, once for the whole process.
+        # The autograd types of a scripted module change when TorchScript optimizes the class, once in each process.
         scripted = {node.id for node in self.nodes if node.type_name in _SCRIPTED}
         autograd = {node.id: () if {node.id, node.parent} & scripted else node.autograd for node in self.nodes}
         nodes = [
@@ -408,13 +412,13 @@ class Graph:
                 (node.call, node.parameters, autograd[node.id], node.scope, node.failed, node.repeats, node.parallel),
                 [(meta.shape, meta.dtype) for meta in node.outputs],
                 [(meta.shape, meta.dtype) for meta in node.inputs],
-                # A number that is added or multiplied may be computed from the data.
+                # Leave out operands, since a number that is added or multiplied may be computed from the data.
                 [pair for pair in node.arguments if pair[0] not in _OPERANDS],
                 *(("shared",) if node.shared else ()),
             )
             for node in self.nodes
         ]
-        # Edges are hashed in the order of their use, since the order of arguments matters, as in a subtraction.
+        # Hash edges in the order of their use, since the order of arguments matters, as in a subtraction.
         edges = [
             (
                 *(place[edge.source], place[edge.target], edge.multiplicity, *edge.outputs),
@@ -427,9 +431,9 @@ class Graph:
     def to_json(self) -> dict[str, Any]:
         """Return the graph as JSON values.
 
-        The keys are ``version``, ``scope``, ``parameters``, ``name``, ``unused``, ``nodes`` and ``edges``, the last
-        three with the fields of :class:`Unused`, :class:`Node` and :class:`Edge`; a node also has ``output_bytes``. An
-        empty ``part`` of an edge is left out.
+        The keys are ``version``, ``scope``, ``parameters``, ``name``, ``unused``, ``nodes`` and ``edges``. The values
+        of the last three have the fields of :class:`Unused`, :class:`Node` and :class:`Edge`. A node also has
+        ``output_bytes``. An empty ``part`` of an edge is left out.
 
         Example:
             >>> graph = Graph((Node(0, "module", "", None, 0),), ())
@@ -453,10 +457,10 @@ class Graph:
 
     @classmethod
     def from_json(cls, data: Any) -> Graph:
-        """Return the graph for the output of :meth:`to_json`, or for the path of such a file, as ``graph.json``.
+        """Return the graph for the output of :meth:`to_json`, or for the path of such a file, like ``graph.json``.
 
         Raises:
-            ArgumentError: If the data has another version, or is not a graph, or the file cannot be read.
+            ArgumentError: If the data has another version or is not a graph, or if the file cannot be read.
         """
         if isinstance(data, (str, Path)):
             try:

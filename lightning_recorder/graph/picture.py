@@ -1,4 +1,4 @@
-"""A picture of a graph, reduced until it can be laid out and read."""
+"""Pictures of a graph, reduced until they can be laid out and read."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from lightning_recorder.graph.views.show_unused import show_unused
 
 __all__ = ["GraphPicture"]
 
-# If dot cannot lay out a graph in time, it lays out a third of its nodes in a tenth of that time.
+# The fractions of ``max_nodes`` to try. dot lays out a third of the nodes in about a tenth of the time.
 _SHARES = (1.0, 0.35, 0.1)
 # The fraction of the remaining time that each attempt except the last may take.
 _PATIENCE = 0.6
 
 
 class GraphPicture:
-    """Pictures of a view of a graph, laid out by a child process, with smaller views as a fallback.
+    """Pictures of a view of a graph. A child process lays them out; smaller views are the fallback.
 
-    The ``.dot`` document of the view is written beside the pictures in any case.
+    The ``.dot`` document of the view is always written.
 
     Args:
         graph: The whole graph.
-        document: The path of the ``.dot`` file; the pictures are written beside it.
+        document: The path of the ``.dot`` file. The pictures are written to the same folder.
         formats: Graphviz formats; if empty, only the document is written.
         depth: As for :func:`fit_view`.
         max_nodes: As for :func:`fit_view`.
@@ -40,7 +40,7 @@ class GraphPicture:
         timeout_s: Seconds for all attempts together.
 
     Raises:
-        RenderError: If no renderer is installed. The document is written before.
+        RenderError: If no renderer is installed. The document is written nevertheless.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class GraphPicture:
         self._deadline = time.monotonic() + timeout_s
         self._result: list[Path] | RenderError | OSError = RenderError("nothing was tried")
         self.note = ""
-        """The reduction of the picture below the requested size, with its reason; empty if there is none."""
+        """A message that the picture has fewer nodes than requested, with the reason; empty if it has not."""
         self._layout: Layout | None = None
         self._try_next()
 
@@ -86,9 +86,9 @@ class GraphPicture:
         self._layout = Layout(self._document, self._formats, left * _PATIENCE if self._budgets else left)
 
     def done(self) -> bool:
-        """Return True if there is a result, good or bad.
+        """Return True if the pictures are complete or every attempt has failed.
 
-        This does not block. After a failed attempt it starts the next one.
+        This does not block. After a failed attempt, it starts the next attempt.
         """
         if self._layout is not None and self._layout.done():
             self._finish(self._layout, 0.0)

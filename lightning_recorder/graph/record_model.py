@@ -1,4 +1,4 @@
-"""Recording a model outside of its training, from shapes or data, without side effects."""
+"""Recording of a model outside of its training, from shapes or data, without side effects."""
 
 from __future__ import annotations
 
@@ -51,30 +51,30 @@ def record(
     Args:
         net: The model.
         name: The name of the graph in a picture; by default the class of the model.
-        input_shapes: The shape of the input, or a list of shapes. The inputs are filled with random numbers; those with
-            an integer or boolean dtype are filled with zeros.
+        input_shapes: The shape of the input, or a list of shapes. The inputs are filled with random numbers. Inputs
+            with an integer or boolean dtype are filled with zeros.
         input_data: The arguments of the model, instead of shapes: a tensor, a tuple or list of positional arguments, or
             a dictionary of keyword arguments, with tensors in any nesting.
         input_kwargs: Further keyword arguments.
-        dtypes: The dtype of the inputs made from ``input_shapes``, or a list with one dtype for each; by default the
-            dtype of the model's parameters.
-        device: ``"meta"`` to compute only shapes, without memory or time for values, for example for a model that is
-            too large to run. The model stays on its device, which may be any. Any other device must be that of the
-            model, and the inputs are copied to it. By default the inputs stay where they are.
+        dtypes: The dtype of the inputs made from ``input_shapes``, or a list with one dtype for each input. The default
+            is the dtype of the model's parameters.
+        device: ``"meta"`` computes only shapes, which needs no memory or time for values, for example for a model that
+            is too large to run. The model stays on its own device. Any other value must be the device of the model, and
+            the inputs are copied to this device. By default the inputs stay where they are.
         mode: Run in ``"train"`` or ``"eval"`` mode; by default each module keeps its mode.
         costs: Also measure wall time, floating-point operations and the bytes that autograd keeps; see
             :class:`GraphCapture`.
 
     Raises:
-        InputError: If both or neither of ``input_shapes`` and ``input_data`` are given, or the model is on another
-            device. It is a ``RuntimeError``, a ``ValueError`` and, for inputs of a wrong type, a ``TypeError``.
+        InputError: If both or neither of ``input_shapes`` and ``input_data`` are given, or if the model is on another
+            device. The error is a ``RuntimeError``, a ``ValueError`` and, for inputs of a wrong type, a ``TypeError``.
         ArgumentError: If another argument is invalid.
-        ForwardError: If the model raises. It names the module that raised and holds the graph recorded until then.
+        ForwardError: If the model raises. The error names the module that raised and holds the graph recorded so far.
 
     Note:
-        The run initializes lazy modules, which stay initialized. Changes that the model makes to the values of its own
-        parameters, to NumPy arrays, and to objects of classes other than those of torch and Python's containers are not
-        undone.
+        The run initializes lazy modules, which stay initialized. These changes by the model are not undone: to the
+        values of its own parameters, to NumPy arrays, and to objects of classes other than those of torch and Python's
+        containers.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
@@ -160,12 +160,12 @@ def _fake_graph(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], f
     return graph
 
 
-# The errors of torch if a number of elements, a branch or an index depends on values.
+# The errors that torch raises if a number of elements, a branch or an index depends on values.
 _NO_VALUES = ("DataDependentOutputException", "DynamicOutputShapeException")
 
 
 class _Stand(nn.Module):
-    """Runs the capture where ``functional_call`` has replaced the model's tensors."""
+    """A module that captures the model while ``functional_call`` has replaced the model's tensors."""
 
     def __init__(self, net: nn.Module, costs: bool) -> None:
         super().__init__()

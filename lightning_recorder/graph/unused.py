@@ -1,4 +1,4 @@
-"""The parts of a model that a recorded step did not use."""
+"""The modules and parameters that a recorded step did not use or did not train."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from typing import Any
 
 __all__ = ["Unused", "joined_names"]
 
-_WIDTH = 95  # characters of a line of text
-_MOST_NUMBERS = 4  # in a joined name
+_WIDTH = 95  # maximum number of characters in a line of text
+_MOST_NUMBERS = 4  # maximum number of numbers listed in a joined name
 
 _NUMBER = re.compile(
     r"((?<![^.])\d+(?=\.)|(?<=\[)\d+(?=\]))"
-)  # of a layer: ``h.0.attn``, or ``h[0].attn`` in a Python list
+)  # the number of a layer: ``h.0.attn``, or ``h[0].attn`` in a Python list
 
 
 @dataclass(frozen=True)
 class Unused:
-    """The parts of a model that a recorded step did not use or did not train; falsy if there are none.
+    """The modules and parameters that a recorded step did not use or did not train; falsy if there are none.
 
     Args:
-        modules: Names of the outermost registered modules of which neither a call nor a parameter was used. Metrics of
-            torchmetrics are left out.
-        parameters: Names of the parameters that require a gradient and got none: no backward pass reached them. In a
-            recording without a backward pass, those that no result of the model depends on; in one without any
-            gradients, those that nothing used.
-        frozen: Names of the parameters that require no gradient, or of the outermost modules that have only such.
-        stops: The functions at which a gradient stops on the way to something that is used later, with the reason:
-            ``detach``, ``no_grad``, a result of integers, or a function without a gradient; and the line of code.
+        modules: Names of the outermost registered modules that were not called and of which no tensor was used. Metrics
+            of torchmetrics are left out.
+        parameters: Names of the parameters that require a gradient and got none, because no backward pass reached them.
+            In a recording without a backward pass, the parameters that no result of the model depends on. In a
+            recording without any gradients, the parameters that nothing used.
+        frozen: Names of the parameters that require no gradient. If a module has only such parameters, the name of the
+            outermost such module.
+        stops: The functions that stop a gradient although their result is used later, with the reason and the line of
+            code. The reason is ``detach``, ``no_grad``, an integer result, or a function without a gradient.
         unregistered: Names of the parameters that got a gradient although the model does not register their module,
-            which is in a Python list, tuple or dictionary, and that no recorded optimizer step has updated.
+            which is in a Python list, tuple or dictionary. No recorded optimizer step has updated them.
     """
 
     modules: tuple[str, ...] = ()
@@ -46,7 +47,7 @@ class Unused:
         return bool(self.modules or self.parameters or self.frozen or self.stops or self.unregistered)
 
     def __str__(self) -> str:
-        """Return a line for each kind of part; see :func:`joined_names`."""
+        """Return a line for each non-empty field, with the names joined by :func:`joined_names`."""
         parts = {
             "modules never called": self.modules,
             "parameters without a gradient": self.parameters,
@@ -62,7 +63,7 @@ class Unused:
 def joined_names(names: Iterable[str]) -> list[str]:
     """Join the names that differ only in their numbers.
 
-    The numbers of a joined name are written as ``h.0…11.drop ×12`` or ``h.2,5.drop ×2`` if they can be told in short,
+    The numbers of a joined name are written as ``h.0…11.drop ×12`` or ``h.2,5.drop ×2`` if they can be listed briefly,
     and otherwise as ``h.*.drop ×40``.
     """
     groups: dict[str, list[list[str]]] = {}
@@ -73,9 +74,9 @@ def joined_names(names: Iterable[str]) -> list[str]:
 
 
 def _joined(names: list[list[str]]) -> str:
-    """Return names, each in parts of which every second one is a number, as one."""
+    """Join names that were split at their numbers. Every second part of a name is a number."""
     columns = [sorted({name[place] for name in names}, key=int) for place in range(1, len(names[0]), 2)]
-    # Several numbers that vary can only be told if all their combinations are there.
+    # If several numbers vary, they can only be listed if all of their combinations occur.
     is_whole = math.prod(map(len, columns)) == len(names)
     return "".join(
         _numbers(columns[place // 2], is_whole=is_whole) if place % 2 else text for place, text in enumerate(names[0])

@@ -1,4 +1,4 @@
-"""Images of recorded statistics: arrays and names as input, pixels as output."""
+"""Images of recorded statistics. The functions take arrays and names and return pixels."""
 
 from lightning_recorder.plots.colored_graph import StatisticStyler, color_graph
 from lightning_recorder.plots.gradient_flow import gradient_flow

@@ -32,7 +32,7 @@ Floats = NDArray[np.float64]
 
 
 def to_floats(name: str, values: Any, expected: str, *dimensions: int) -> Floats:
-    """Convert numbers to float64; copy only if the dtype or the device differs.
+    """Convert numbers to a float64 array. Copy only if the dtype or the device differs.
 
     Args:
         name: The name of the argument, for the error message.
@@ -41,7 +41,7 @@ def to_floats(name: str, values: Any, expected: str, *dimensions: int) -> Floats
         dimensions: The allowed numbers of dimensions.
 
     Raises:
-        ArgumentError: If the values are not numbers or have a wrong number of dimensions; the message gives the
+        ArgumentError: If the values are not numbers or have a wrong number of dimensions. The message gives the
             expected shape.
 
     Note:
@@ -86,7 +86,7 @@ def checked_names(names: Sequence[str], count: int, what: str) -> list[str]:
 
 
 def checked_degrees(degrees: Any, count: int) -> Floats:
-    """Convert degrees of unusualness to float64, ``[layers]``.
+    """Convert degrees, which say how unusual each layer is, to float64, ``[layers]``.
 
     Raises:
         ArgumentError: If the number of degrees differs from ``count``.
@@ -99,7 +99,7 @@ def checked_degrees(degrees: Any, count: int) -> Floats:
 
 _Kind = Literal["linear", "log", "symlog"]
 
-# The maximum number of decades on an axis; the full range of float64 would leave no space for the values of interest.
+# The maximum number of decades on an axis. The full range of float64 would leave no space for the values of interest.
 _DECADES = 12
 # Beyond this ratio of the largest to a small value, the small value is indistinguishable from 0 on a linear scale.
 _WIDE = 50.0
@@ -108,16 +108,16 @@ _MOST_COLUMNS = 97  # two pixels per column next to the longest names; more colu
 
 @dataclass(frozen=True)
 class Scale:
-    """A monotonic map from values between ``low`` and ``high`` to the range 0 to 1; values beyond are clipped.
+    """A monotonic map from values between ``low`` and ``high`` to the range 0 to 1. Other values are clipped.
 
-    ``symlog`` is ``sign(v) log(1 + |v| / threshold)``: nearly linear below the threshold, logarithmic above it.
+    ``symlog`` is ``sign(v) log(1 + |v| / threshold)``. It is nearly linear below the threshold, logarithmic above it.
 
     Args:
         kind: ``linear``, ``log`` or ``symlog``.
         low: The value at 0.
         high: The value at 1; greater than ``low``.
         threshold: The threshold of ``symlog``.
-        whole: True if ticks of a linear scale are whole numbers, such as steps.
+        whole: True if the ticks of a linear scale must be whole numbers, such as steps.
 
     Example:
         >>> Scale("log", 0.01, 100.0).place([0.01, 1.0, 1000.0]).round(3).tolist()
@@ -141,18 +141,18 @@ class Scale:
         return places
 
     def values(self, places: Any) -> Floats:
-        """Return the values at positions from 0 to 1; the inverse of :meth:`place`."""
+        """Return the values at positions from 0 to 1. This is the inverse of :meth:`place`."""
         low, high = self._bent(np.array([self.low, self.high]))
         bent = low + np.asarray(places, dtype=np.float64) * (high - low)
         if self.kind == "linear":
-            # Computed in units of the largest magnitude, because the difference of two float64 may overflow.
+            # Compute in units of the largest magnitude, because the difference of two float64 may overflow.
             found = bent * self._unit
         elif self.kind == "log":
             found = np.exp(bent)
         else:
             size = np.abs(bent)
             with np.errstate(divide="ignore", over="ignore"):
-                # exp(size) alone may overflow even if the product does not.
+                # Do not compute exp(size) alone, which may overflow even if the product does not.
                 found = np.sign(bent) * np.exp(math.log(self.threshold) + size + np.log1p(-np.exp(-size)))
         clipped: Floats = np.clip(found, self.low, self.high)
         return clipped
@@ -177,15 +177,15 @@ class Scale:
         return [(float(self.place(value)), number(value)) for value in chosen]
 
     def _powers(self, most: int) -> list[float]:
-        """Return powers of ten, thinned out; round numbers if fewer than two ticks result."""
+        """Return at most ``most`` powers of ten as ticks, or round numbers if fewer than two powers fit."""
         signs = (1,) if self.kind == "log" else (-1, 1)
-        # Powers closer to 0 would overlap its label.
+        # Labels of smaller powers would overlap the label of 0.
         least = self.low if self.kind == "log" else min(self.threshold * 10, self._unit)
         first, last = math.floor(math.log10(least)), math.floor(math.log10(self._unit))
         zero = [0.0] if self.kind == "symlog" and self.low <= 0 <= self.high else []
         for every in range(1, last - first + 2):
             powers = [10.0**power for power in range(last, first - 1, -every)]
-            # The tolerance in _holds allows for the rounding of 10.0**power against a bound parsed from text.
+            # _holds has a tolerance, since 10.0**power is rounded and may differ from a bound parsed from text.
             found = [s * p for s in signs for p in powers if self._holds(s * p)]
             if len(found) + len(zero) <= most:
                 break
@@ -203,7 +203,7 @@ class Scale:
 def scale_of(values: NDArray[Any], *, log: bool | None = None) -> Scale:
     """Return the scale for a statistic: logarithmic for positive values over decades, symmetric for signed values.
 
-    Values that are not finite are ignored, and so are zeros on a logarithmic scale. ``log`` forces or forbids a
+    Values that are not finite are ignored. Zeros are ignored on a logarithmic scale. ``log`` forces or forbids a
     logarithmic scale (symlog for signed values).
     """
     finite = values[np.isfinite(values)]
@@ -236,12 +236,11 @@ def _signed_scale_of(finite: NDArray[Any], *, log: bool | None = None) -> Scale:
 
 
 def value_scale(low: float, high: float, spread: float) -> Scale:
-    """Return the axis for values between two ends.
+    """Return the axis for values from ``low`` to ``high``.
 
-    The axis is symlog if most values of a narrow histogram would take less than a fiftieth of a linear axis. It is then
-    linear over the width of that histogram, because a logarithmic axis would show a bell around 0 with two peaks.
-
-    ``spread`` is the width of the range that contains most values of a narrow histogram.
+    ``spread`` is the width of the range that contains most values of a narrow histogram. If this range would take less
+    than a fiftieth of a linear axis, the axis is symlog. It is then linear over the width of the histogram, because a
+    logarithmic axis would show a bell curve around 0 with two peaks.
     """
     if spread > 0 and high / _WIDE - low / _WIDE > spread:
         return Scale("symlog", low, high, _threshold(spread, max(abs(low), abs(high))))
@@ -249,7 +248,7 @@ def value_scale(low: float, high: float, spread: float) -> Scale:
 
 
 def _threshold(small: float, high: float) -> float:
-    """Return the power of ten below a small value, within the maximum number of decades below the largest value."""
+    """Return the power of ten below a small value, at most ``_DECADES`` decades below the largest value."""
     least = max(small, high * 10.0**-_DECADES, 1e-300)
     return float(10.0 ** math.floor(math.log10(least)))
 
@@ -263,11 +262,14 @@ def _widened(low: float, high: float) -> Scale:
 
 
 def _round_numbers(low: float, high: float, most: int, least: float = 0.0) -> list[float]:
-    """Return at most ``most`` multiples of 1, 2 or 5 times a power of ten, of at least ``least``, between two ends."""
+    """Return at most ``most`` round numbers from ``low`` to ``high``.
+
+    The distance between them is 1, 2 or 5 times a power of ten, and at least ``least``.
+    """
     unit = max(abs(low), abs(high)) or 1.0
     power = math.floor(math.log10(unit)) if unit > 1e-290 else 0
     size = 10.0**power
-    # Scaled to numbers near 1, because the difference of the bounds may overflow float64.
+    # Scale to numbers near 1, because the difference of the bounds may overflow float64.
     start, end = low / size, high / size
     rough = max((end - start) / max(most - 1, 1), least / size, 1e-12)
     exponent = math.floor(math.log10(rough))
@@ -281,7 +283,7 @@ def _round_numbers(low: float, high: float, most: int, least: float = 0.0) -> li
 
 @dataclass(frozen=True)
 class Columns:
-    """Equal intervals of the time axis, each with a contiguous range of recorded steps."""
+    """Equal intervals of the time axis. Each column has a contiguous range of recorded steps."""
 
     axis: Scale  # the scale of the time axis, in steps
     starts: NDArray[np.int64]  # the index of the first recorded step of each column, ``[columns]``
@@ -299,9 +301,9 @@ class Columns:
         return int((self.stops - self.starts).max(initial=0))
 
     def by_length(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Yield groups of columns with equally many steps: their indices, ``[c]``, and their steps, ``[c, k]``.
+        """Group the columns by their number of steps. Yield column indices, ``[c]``, and step indices, ``[c, k]``.
 
-        Most columns have about the same number of steps, so that a few calls compute something for all of them.
+        Most columns have about the same number of steps, so a few array operations handle all columns.
         """
         lengths = self.stops - self.starts
         for length in np.unique(lengths).tolist():
@@ -313,19 +315,22 @@ class Columns:
         return np.arange(width) * len(self) // max(width, 1)
 
     def left_of(self, steps: Floats, step: int, width: int) -> int:
-        """Return the first of ``width`` pixels of the column with a step, or with the next recorded one."""
+        """Return the first pixel of the column with a step, or with the next recorded step.
+
+        All columns together are ``width`` pixels wide.
+        """
         place = min(int(np.searchsorted(steps, step)), int(self.stops[-1]) - 1)
         column = int(np.searchsorted(self.stops, place, side="right"))
         return -(-column * width // len(self))
 
 
 def columns_of(steps: Floats, most: int = _MOST_COLUMNS) -> Columns:
-    """Divide ascending steps into at most ``most`` columns; an interval without a step shows the nearest step."""
+    """Divide ascending steps into at most ``most`` columns. An interval without a step shows the nearest step."""
     gaps = np.diff(steps)
     low, high = steps[0] - (gaps[0] / 2 if len(gaps) else 0.5), steps[-1] + (gaps[-1] / 2 if len(gaps) else 0.5)
     count = len(steps)
-    # Equidistant steps have one column each. Others use the maximum, so that the boundaries lie close to the true
-    # steps.
+    # If there are few equidistant steps, each has its own column. Otherwise use the maximum number of columns, so that
+    # their boundaries are close to the true steps.
     if count > most or (count > 1 and gaps.max() > gaps.min() * (1 + 1e-9)):
         count = most
     bounds = np.linspace(low, high, count + 1)
@@ -356,14 +361,14 @@ def number(value: float) -> str:
 def furthest(values: Floats, recorded: NDArray[np.bool_]) -> tuple[Floats, NDArray[np.bool_]]:
     """Return the most conspicuous value of each cell: an infinity, else NaN, else the value furthest from 0.
 
-    This keeps spikes and NaN visible if several records share a column.
+    So spikes and NaN stay visible if several records share a column.
 
     Args:
         values: The values, ``[rows, columns, k]``.
-        recorded: A mask of the recorded values, ``[rows, columns, k]``; all others are ignored.
+        recorded: A mask of the recorded values, ``[rows, columns, k]``. Other values are ignored.
 
     Returns:
-        The values, ``[rows, columns]``, and a mask of the cells that have any recorded value, ``[rows, columns]``.
+        The values, ``[rows, columns]``, and a mask of the cells with a recorded value, ``[rows, columns]``.
     """
     weight = np.abs(values)
     # NaN ranks above every finite value, and an infinity above NaN.

@@ -1,4 +1,4 @@
-"""Pixel canvas for plots, with text fitted to the available space; the only file that uses the drawing library."""
+"""Pixel canvas for plots, with text fitted to the available space. Only this file uses the drawing library."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ TITLE_PX, TEXT_PX, DETAIL_PX = 13, 12, 11
 INK = "#222222"
 GREY = "#8c8c8c"
 
-# Text is drawn in six shades instead of 256: no visible difference, and an image with many names has half the size.
+# Text is drawn in six shades instead of 256. The difference is not visible, and the file of an image with many names
+# has half the size.
 _SHADES = np.array([round(shade / 51) * 51 for shade in range(256)], dtype=np.uint8)
 
 # Supersampling factor for smooth curves, in each direction.
@@ -53,8 +54,8 @@ _BAND_PX = 256
 class Canvas:
     """An RGB image, initially white, with coordinates in pixels from the upper left corner.
 
-    Images are drawn with Pillow instead of a plotting library because they are made in a background thread during
-    training. Pillow has no state shared between threads, holds the GIL for a tenth of the time, and does not interpret
+    Images are drawn in a background thread during training, so they are drawn with Pillow instead of a plotting
+    library. Pillow has no state shared between threads and holds the GIL for a tenth of the time. It does not interpret
     markup, so a name such as ``$x_1$`` is drawn literally. The font ships with the package, so images are identical on
     every machine.
     """
@@ -78,10 +79,11 @@ class Canvas:
         color: str = INK,
         bold: bool = False,
     ) -> None:
-        """Draw a line of text, in which characters that cannot be drawn are escaped; see :func:`literal`.
+        """Draw a line of text. Characters that cannot be drawn are escaped; see :func:`literal`.
 
-        ``anchor`` is the point of the text at ``(x, y)``: ``l``, ``m`` or ``r`` for left, middle or right, followed by
-        ``a`` for the top, ``m`` for the middle or ``s`` for the baseline. ``px`` is the font size (em).
+        ``anchor`` selects the point of the text that is placed at ``(x, y)``. Its first letter is ``l``, ``m`` or ``r``
+        for left, middle or right. Its second letter is ``a`` for the top, ``m`` for the middle or ``s`` for the
+        baseline. ``px`` is the font size (em) in pixels.
         """
         mask, left, top = _letters(text, px, bold, anchor)
         self._picture.paste(color, (round(x) + left, round(y) + top), mask)
@@ -100,7 +102,7 @@ class Canvas:
         self._picture.paste(Pictures.fromarray(np.ascontiguousarray(pixels)), (left, top))
 
     def line(self, points: Sequence[tuple[float, float]], color: str = INK, width: int = 1) -> None:
-        """Draw a polyline without antialiasing; use :meth:`ridges` for oblique lines."""
+        """Draw a polyline without antialiasing. Use :meth:`ridges` for oblique lines."""
         self._draw.line([(round(x), round(y)) for x, y in points], fill=color, width=width)
 
     def frame(self, left: int, top: int, width: int, height: int, color: str = GREY) -> None:
@@ -110,17 +112,18 @@ class Canvas:
     def ridges(
         self, left: int, top: int, width: int, height: int, curves: Iterable[tuple[NDArray[np.float64], str, str]]
     ) -> None:
-        """Draw filled curves with antialiased edges, each in front of the earlier ones.
+        """Draw filled curves with antialiased edges. Each curve is in front of the earlier curves.
 
-        The whole area is redrawn on a white background. A curve has points, a fill color and a line color. The points
-        are ``[k, 2]`` pairs ``(x, y)`` in pixels relative to the area; the first and the last lie on the baseline.
+        The whole area is redrawn on a white background. A curve is a tuple of points, fill color and line color. The
+        points are an array ``[k, 2]`` of ``(x, y)`` in pixels relative to the area. The first and the last point are on
+        the baseline.
         """
         from PIL import Image as Pictures
         from PIL import ImageDraw
 
-        # Pillow cuts the digits off, which would move negative coordinates in the other direction.
+        # Round down here, since Pillow rounds towards 0, which would move negative coordinates in the other direction.
         shown = [(np.floor(points * _FINE), inside, outline) for points, inside, outline in curves]
-        # In bands, since a fine picture of the whole area would take nine times the memory of the image.
+        # Draw in bands, since a supersampled picture of the whole area would take nine times the memory of the image.
         for begin in range(0, height, _BAND_PX):
             end = min(begin + _BAND_PX, height)
             area = Pictures.new("RGB", (width * _FINE, (end - begin) * _FINE), "white")
@@ -140,7 +143,7 @@ class Canvas:
 
 @lru_cache(maxsize=512)  # the plots of a run repeat most of their names and numbers
 def _letters(text: str, px: int, bold: bool, anchor: str) -> tuple[Picture, int, int]:
-    """Return a line of text as a coverage mask, with the offset of the mask to the right of and below its anchor."""
+    """Return a line of text as a coverage mask, and the x and y offset of the mask from the anchor."""
     from PIL import Image as Pictures
     from PIL import ImageDraw
 
@@ -158,7 +161,7 @@ def text_width(text: str, px: int = TEXT_PX, *, bold: bool = False) -> float:
 
 
 def literal(text: str) -> str:
-    r"""Return a text with all invisible characters, and all those missing from the font, escaped like ``\u5c42``.
+    r"""Escape all invisible characters, and all characters missing from the font, like ``\u5c42``.
 
     Without the escapes, all Chinese names would be drawn as identical boxes.
 
@@ -178,7 +181,7 @@ def _escaped(char: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _has_letter(char: str) -> bool:
-    # A lone surrogate is valid in a Python attribute name, but not in text.
+    # A Python attribute name may contain a lone surrogate, which cannot be encoded.
     if 0xD800 <= ord(char) < 0xE000:
         return False
     font = _font(TEXT_PX, False)
@@ -190,24 +193,24 @@ def _has_letter(char: str) -> bool:
 def _font(px: int, bold: bool) -> FreeTypeFont:
     from PIL import ImageFont
 
-    # Raqm layout is available in some builds of Pillow only, and images must be identical on every machine.
+    # Do not use Raqm layout: only some builds of Pillow have it, and images must be identical on every machine.
     path = BOLD if bold else REGULAR
     return ImageFont.truetype(str(path), px, layout_engine=ImageFont.Layout.BASIC)
 
 
-# The fractions of the kept characters that precede the ellipsis, in the order in which they are tried.
+# The fractions of the kept characters before the ellipsis, in the order in which they are tried.
 _SPLITS = (0.3, 0.5, 0.1, 0.7, 0.9)
 
 _NUMBERED = re.compile(r"^(?:[^.\s]+\.)+?(?=[0-9]+(?:\.|\s|$))")  # the parts of a name before the number of a block
 _WITH_NUMBER = re.compile(r"^(?:[^.\s]+\.)*?[0-9]+\.")  # the parts of a name up to the number of a block
-# The lengths to which the parts of a name before and after the last number are shortened, in the order of the attempts.
+# The maximum lengths of the parts of a name before and after the last number, in the order in which they are tried.
 _PART_LENGTHS = ((99, 99), (6, 99), (4, 99), (3, 99), (3, 6), (3, 4), (2, 4), (1, 4), (1, 2), (1, 1))
 
 
 def shortened(name: str, room: float, *, px: int = DETAIL_PX, head: float = _SPLITS[0], ending: str = "") -> str:
-    """Return a name that fits, shortened in the middle if it is too long, because names differ at their ends.
+    """Shorten a name so that it fits. The middle is replaced by an ellipsis, because names differ at their ends.
 
-    ``head`` is the fraction of the kept characters that precede the ellipsis; ``ending`` is appended.
+    ``head`` is the fraction of the kept characters before the ellipsis. ``ending`` is appended.
     """
     name = literal(name)
     if text_width(name + ending, px) <= room:
@@ -228,15 +231,14 @@ def _cut(name: str, kept: int, head: float) -> str:
 
 
 def fitted(names: Sequence[str], room: float, *, px: int = DETAIL_PX, among: Sequence[str] = ()) -> list[str]:
-    """Return names that fit and stay distinct.
+    """Shorten names so that they fit and stay distinct.
 
-    If a name is too long, a block such as ``block_17`` is replaced by its number, and the parts that neighbors share
-    are left out, first those that all names begin with, then those before the number of a block, unless these tell it
-    from another block. If that is not enough, parts other than
-    the number are shortened, alike for all tensors of a module. As a last resort, an ellipsis replaces some of what
-    follows the number.
+    If a name is too long, the names are shortened in this order. A block such as ``block_17`` is replaced by its
+    number. Parts that all names begin with are left out. Parts before the number of a block are left out, unless they
+    distinguish it from another block. Parts other than the number are shortened, equally for all tensors of a module.
+    As a last resort, an ellipsis replaces some of the text after the number.
 
-    ``among`` are the names of all layers, if not all are drawn. No two of them have the same shortened name.
+    ``among`` are the names of all layers, if only some are drawn. No two of them get the same shortened name.
 
     Example:
         >>> fitted(["model.layers.11.attention.qkv", "model.layers.12.mlp", "model.head"], 120)
@@ -255,8 +257,8 @@ def fitted(names: Sequence[str], room: float, *, px: int = DETAIL_PX, among: Seq
 
 
 def _numbers(names: Sequence[str]) -> dict[str, str]:
-    """Return the number for each block such as ``encoder.block_17``, if the blocks beside it differ in it only."""
-    blocks: dict[str, dict[str, set[str]]] = {}  # names by their patterns by the module around them
+    """Return the number of each block such as ``encoder.block_17``, if its siblings differ only in this number."""
+    blocks: dict[str, dict[str, set[str]]] = {}  # by enclosing module, then by pattern: the names of the blocks
     for name in names:
         parts = _module_parts(name)
         for place, part in enumerate(parts[:-1]):
@@ -281,13 +283,13 @@ def _with_numbers(name: str, numbers: Mapping[str, str]) -> str:
 
 
 def _unless_equal(shorter: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the shorter names, and the whole ones where two shorter ones are equal."""
+    """Return the shorter names, except that equal shorter names are replaced by the whole names."""
     times = Counter(shorter)
     return [each if times[each] == 1 else name for each, name in zip(shorter, names, strict=True)]
 
 
 class _Prefixes:
-    """The beginnings of names that need not be drawn."""
+    """The beginnings of names that may be left out."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         shared = [set(parts) for parts in zip(*(_module_parts(name)[:-1] for name in names), strict=False)]
@@ -299,22 +301,22 @@ class _Prefixes:
         self._kept = _telling({prefix for prefix, rest in parts if prefix and times[rest] > 1})
 
     def _split(self, name: str) -> tuple[str, str]:
-        """Return what precedes the number of a block, without the shared parts, and the rest of the name."""
+        """Return the text before the number of a block, without the shared parts, and the rest of the name."""
         name = name.split(".", self._shared)[-1] if self._shared else name
         rest = _NUMBERED.sub("", name)
         return name[: len(name) - len(rest)], rest
 
     def shorter(self, name: str) -> str:
-        """Return a name without the parts that all names share."""
+        """Return a name without the parts that need not be drawn."""
         prefix, rest = self._split(name)
         last = prefix.rstrip(".").rpartition(".")[2]
-        # A number alone says nothing.
+        # A number alone would be unclear.
         nothing = f"{last}." if prefix and _module_parts(rest)[0] == rest.partition(" ")[0] else ""
         return (self._kept.get(prefix) or nothing) + rest
 
 
 def _telling(prefixes: set[str]) -> dict[str, str]:
-    """Return the parts of each prefix in which it differs from the others."""
+    """Return the parts of each prefix that differ from the other prefixes."""
     split = [prefix.rstrip(".").split(".") for prefix in sorted(prefixes)]
     if not split:
         return {}
@@ -336,8 +338,8 @@ def _module_parts(name: str) -> list[str]:
 
 
 def _abbreviated(names: Sequence[str], room: float, px: int) -> list[str]:
-    """Shorten the parts of names other than numbers and the last one, those before a number more than the others."""
-    needed: dict[str, int] = {}  # by module
+    """Shorten the parts of names, except numbers and the last part. Parts before a number are shortened more."""
+    needed: dict[str, int] = {}  # by module: the index in _PART_LENGTHS
     for name in names:
         module = name.partition(" ")[0]
         fits = (level for level in range(len(_PART_LENGTHS)) if text_width(_at_level(name, level), px) <= room)
@@ -355,7 +357,7 @@ def _at_level(name: str, level: int) -> str:
 
 
 def _distinct(names: list[str], room: float, px: int) -> list[str]:
-    """Shorten names after the number of a block; if that makes two equal, move the ellipsis or append a number."""
+    """Shorten names after the number of a block. If two become equal, move the ellipsis or append a row number."""
     shown = [_shortened_after_number(name, room, px=px) for name in names]
     for head in (*_SPLITS[1:], None):
         same = {each for each, times in Counter(shown).items() if times > 1}
@@ -370,7 +372,7 @@ def _distinct(names: list[str], room: float, px: int) -> list[str]:
 
 
 def _shortened_after_number(name: str, room: float, *, px: int, head: float = _SPLITS[0], ending: str = "") -> str:
-    """Return a name that fits, as :func:`shortened` does, with its first part up to the number of a block."""
+    """Shorten a name like :func:`shortened`, but keep the part up to the number of a block."""
     found = _WITH_NUMBER.match(name)
     kept = found.group() if found is not None else ""
     width = text_width(kept, px)
@@ -380,7 +382,7 @@ def _shortened_after_number(name: str, room: float, *, px: int, head: float = _S
 
 
 def wrapped(text: str, room: float) -> list[str]:
-    """Break a text between words into lines that fit; shorten a word that is too long for a line.
+    """Break a text between words into lines that fit. Shorten a word that is too long for a line.
 
     Example:
         >>> wrapped("each channel has its own scale", 120)
@@ -397,5 +399,5 @@ def wrapped(text: str, room: float) -> list[str]:
 
 
 def every_nth(count: int, distance: float, needed: float) -> range:
-    """Return the rows that get a label, if each row takes ``distance`` pixels and a label needs ``needed``."""
+    """Return the rows that get a label, if rows are ``distance`` pixels apart and a label needs ``needed`` pixels."""
     return range(0, count, max(1, -int(-needed // distance)))

@@ -31,21 +31,21 @@ _STEPS = 5  # number of colors in the legend
 _NOT_RECORDED = "#f0f0f0"
 _NOT_FINITE = "#000000"
 _LIGHT, _DARK = "#ffffff", "#000000"
-_SIMILAR = 1 / 8  # the part of the legend within which colors are similar
-_MOST_SIMILAR = 1 / 4  # the same part, if the values of neighboring blocks differ as much
-_NOISE = 1 / 4  # a value that differs less from the median, relative to it, is similar whatever the legend
+_SIMILAR = 1 / 8  # colors are similar within this fraction of the legend
+_MOST_SIMILAR = 1 / 4  # the same fraction, if the values of neighboring blocks also differ that much
+_NOISE = 1 / 4  # a value within this fraction of the median is always similar
 _LOOK_NOT_FINITE, _LOOK_STANDS_OUT, _LOOK_MISSING, _LOOK_FRAMED = 99, 100, 101, 102
 _FRAMED = {"color": "#d4002a", "penwidth": "3"}
-_LOOK = "statistic"  # the name of an argument that keeps modules of other colors from being folded
+_LOOK = "statistic"  # name of the argument that keeps modules with different colors from being folded together
 
 
 class StatisticStyler(GraphvizStyler):
     """Fills module boxes with the color of a statistic and writes the value into them.
 
-    Modules without a value are light grey. A closed box without a value of its own has that of its most unusual module,
-    or a typical one, and names it. Functions and tensors keep their usual style. A legend below the title shows
-    five values of the scale with their colors, and the meaning of grey and black. A box that represents several equal
-    modules has the color of their median and shows their smallest and largest value.
+    Modules without a value are light grey. A closed box without a value of its own shows the value and the name of the
+    most unusual module inside it, or of a typical one if none is unusual. Functions and tensors keep their usual style.
+    A legend below the title shows five values of the scale with their colors, and the meaning of grey and black. A box
+    that represents several equal modules has the color of their median and shows their smallest and largest values.
 
     Args:
         values: The values by fully-qualified module name. For a module drawn as a frame, the value appears in its
@@ -54,7 +54,8 @@ class StatisticStyler(GraphvizStyler):
         caption: The description in the legend; by default the statistic.
         log: If True or False, force or forbid a logarithmic scale. By default, positive values that span more than a
             factor of 50 have a logarithmic scale. The scale of signed values is always symmetric around 0.
-        framed: The names of modules that are drawn apart, with a red border, such as those of findings.
+        framed: The names of modules with a red border, such as the modules of findings. They are not folded with other
+            modules.
         shapes: As for :class:`~lightning_recorder.graph.GraphvizStyler`.
         attributes: As for :class:`~lightning_recorder.graph.GraphvizStyler`.
 
@@ -91,12 +92,13 @@ class StatisticStyler(GraphvizStyler):
         self._families = {name: group for group in families(dict.fromkeys(self.values), 2) for name in group}
 
     def looks(self, modules: Iterable[str]) -> dict[str, int]:
-        """Return a number for each module; equal modules with the same number have similar colors.
+        """Return a number for each module. Equal modules with the same number have similar colors.
 
-        The number is the distance of the value from the median of the modules at the same place of repeated blocks, in
-        units of an eighth of the legend; 0 if they differ by less than a quarter of the median, or by less than twice
-        the usual difference between neighbors, up to a quarter of the legend. Modules that stand out
-        differ from the others in any case, and so do modules without a value if equal ones have one, and framed ones.
+        The number is the distance between the module's value and the median of its family, in units of an eighth of the
+        legend. The family are the corresponding modules of repeated blocks. The number is 0 if value and median differ
+        by less than a quarter of the median. It is also 0 if they differ by less than twice the usual difference
+        between neighbors, up to a quarter of the legend. Three sorts of modules always get a number of their own:
+        modules that stand out, framed modules, and modules without a value in a family with values.
 
         Args:
             modules: The names of all modules.
@@ -114,7 +116,7 @@ class StatisticStyler(GraphvizStyler):
                 usual = np.nanmedian(np.abs(np.diff(away))) if np.isfinite(np.diff(away)).any() else 0.0
                 places[np.abs(away) <= min(2 * usual, _MOST_SIMILAR)] = 0
                 middle = _middle(values.tolist())
-                # On a legend with a narrow range, noise has many colors.
+                # If the legend has a narrow range, noise would have many colors.
                 places[np.abs(values - middle) <= _NOISE * abs(middle)] = 0
             for name, each in zip(group, places.tolist(), strict=True):
                 found[name] = _LOOK_NOT_FINITE if math.isnan(each) else int(each)
@@ -132,11 +134,10 @@ class StatisticStyler(GraphvizStyler):
         return dict(zip(names, degrees.tolist(), strict=True))
 
     def _inside(self, node: Node) -> str | None:
-        """Return the module inside a closed box whose value it shows: the most unusual one, or the one in the middle.
+        """Return the inner module whose value a closed box shows: the most unusual one, or a typical one.
 
-        A box that represents several modules shows one of all that are inside of them.
-
-        Without a value of the module itself, a box would look as if nothing in it was recorded.
+        This is for boxes whose own module has no value, which would otherwise look as if nothing inside was recorded.
+        If a box represents several modules, the modules inside all of them are considered.
         """
         starts = tuple(f"{name}." if name else "" for name in node.members or (node.name,))
         names = [name for name in self.values if name.startswith(starts) and name != node.name]
@@ -150,7 +151,7 @@ class StatisticStyler(GraphvizStyler):
         """Return the color of a value, for example ``#21918c``; black if it is not finite."""
         if not math.isfinite(value):
             return _NOT_FINITE
-        # On a logarithmic scale, 0 lies below the lower end and has its color.
+        # On a logarithmic scale, 0 gets the color of the lower end.
         red, green, blue = paint(np.array(value), self.scale, table_for(self.scale)).tolist()
         return f"#{red:02x}{green:02x}{blue:02x}"
 
@@ -172,7 +173,7 @@ class StatisticStyler(GraphvizStyler):
             words = f"{self.statistic} {number(value)} ({where})"
         fill = self.color(value)
         text = legible_on(fill)
-        # The grey details of a label would be illegible on a dark box.
+        # Replace the grey of the details, which would be illegible on a dark box.
         label = re.sub(r'(<font [^>]*color=)"#[0-9a-f]{6}"', rf'\1"{text}"', style["label"])
         label = _with_row(label, f'<td><font color="{text}">{_text(words)}</font></td>')
         return {**style, "fillcolor": fill, "fontcolor": text, "label": label, **self.attributes}
@@ -247,7 +248,7 @@ def color_graph(
             their colors are similar: their values differ by less than an eighth of the legend from the median.
 
     Raises:
-        ArgumentError: If an argument is invalid, or if the graph contains none of the modules; the message lists the
+        ArgumentError: If an argument is invalid, or if the graph contains none of the modules. The message lists the
             closest names.
     """
     calls = {node.name: None for node in graph.module_calls()}
@@ -264,7 +265,7 @@ def color_graph(
 
 
 def _marked(node: Node, looks: Mapping[str, int]) -> Node:
-    """Return a node with its color among its arguments, so that it is only folded with those of the same color."""
+    """Add the color of a node to its arguments, so that only nodes of the same color are folded together."""
     if node.kind != "module" or node.name not in looks:
         return node
     return replace(node, arguments=(*node.arguments, (_LOOK, str(looks[node.name]))))
@@ -283,7 +284,7 @@ def _middle(values: list[float]) -> float:
 
 
 def legible_on(color: str) -> str:
-    """Return white or black, whichever has the higher WCAG 2 contrast to a color; it is always at least 4.5."""
+    """Return white or black, whichever has the higher WCAG 2 contrast to a color. The contrast is at least 4.5."""
     parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -301,5 +302,5 @@ def _with_row(label: str, cell: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Escape text for an HTML-like label; characters missing from the font are shown as their code."""
+    """Escape text for an HTML-like label. Characters missing from the font are replaced by their codes."""
     return dot_label(literal(text))

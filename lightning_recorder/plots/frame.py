@@ -1,4 +1,4 @@
-"""Colors of values, and the surroundings of the data in an image: title, axes, color bar, legend and notes."""
+"""Colors of values, and the elements around the data in an image: title, axes, color bar, legend and notes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ Table = NDArray[np.uint8]
 
 
 def _table(colors: str) -> Table:
-    """Interpolate equidistant colors to a table of 256."""
+    """Interpolate equidistant colors to a table of 256 colors."""
     knots = np.array([[int(each[at : at + 2], 16) for at in (0, 2, 4)] for each in colors.split()], dtype=np.float64)
     places = np.linspace(0, len(knots) - 1, 256)
     mixed = [np.interp(places, np.arange(len(knots)), channel) for channel in knots.T]
@@ -80,11 +80,12 @@ VIRIDIS = _table(
     "21908c 1f988b 1f9f88 21a685 28ae80 31b57b 3ebc74 4cc26c 5dc963 6ece58 82d34c 96d83f abdc32 c0df24 d5e21a eae51a "
     "fde725"
 )
-"""For magnitudes. Lightness rises evenly, so the table reads the same in greyscale and with any color vision."""
+"""The color table for magnitudes. Lightness rises evenly, so the table is readable in greyscale and with any color
+vision."""
 
 PURPLE_ORANGE = _table("2d004b 542788 8073ac b2abd2 d8daeb f7f7f7 fee0b6 fdb863 e08214 b35806 7f3b08")
-"""For signed values. Purple and orange differ along the blue-yellow axis, which people with red-green color blindness
-perceive fully; the ends of a red-blue table differ partly along the red-green axis."""
+"""The color table for signed values. Purple and orange differ along the blue-yellow axis, which people with red-green
+color blindness perceive fully. Red and blue would differ partly along the red-green axis."""
 
 Mark = Literal["zero", "missing", "undefined", "nan", "inf"]
 
@@ -95,7 +96,7 @@ MARKS: Mapping[Mark, str] = {
     "nan": "NaN",
     "inf": "infinite",
 }
-"""The meanings of the patterns; none of the patterns uses a color of the tables."""
+"""The meanings of the patterns. No pattern uses a color of the tables."""
 
 
 _FLAT: Mapping[Mark, int] = {"zero": 255, "missing": 200, "inf": 0}
@@ -107,9 +108,9 @@ def table_for(scale: Scale) -> Table:
 
 
 def marks_of(values: Floats, scale: Scale, recorded: NDArray[np.bool_] | None = None) -> dict[Mark, NDArray[np.bool_]]:
-    """Return masks of the values that have no color on a scale, by the reason; reasons that do not occur are left out.
+    """Return masks of the values that have no color on a scale, by reason. Reasons that do not occur are left out.
 
-    A logarithmic scale has no color for 0. By default, all values are recorded.
+    A logarithmic scale has no color for 0. By default, all values count as recorded.
     """
     missing = np.zeros(values.shape, dtype=bool) if recorded is None else ~recorded
     found: dict[Mark, NDArray[np.bool_]] = {
@@ -122,7 +123,7 @@ def marks_of(values: Floats, scale: Scale, recorded: NDArray[np.bool_] | None = 
 
 
 def paint(values: Floats, scale: Scale, table: Table) -> Image:
-    """Return the colors of values, ``[…, 3]``; NaN is white, to be covered by a pattern."""
+    """Return the colors of values, ``[…, 3]``. NaN is white, for a pattern to cover it."""
     places = scale.place(values)
     known = ~np.isnan(places)
     indices = (np.where(known, places, 0.0) * 255).round().astype(np.int64)
@@ -141,17 +142,17 @@ def pattern(mark: Mark, height: int, width: int) -> Image:
 
 
 def cover(pixels: Image, marks: Mapping[Mark, NDArray[np.bool_]]) -> None:
-    """Draw the patterns over the marked pixels; each mask is ``[height, width]``."""
+    """Draw the patterns over the marked pixels. Each mask is ``[height, width]``."""
     for mark, where in marks.items():
         pixels[where] = pattern(mark, *where.shape)[where]
 
 
-# The width of an image card in TensorBoard, whatever the size of the window. TensorBoard scales an image of any other
-# width with ``image-rendering: pixelated``, which drops or repeats rows and columns of pixels and so damages the text.
+# The width of an image card in TensorBoard, for any window size. TensorBoard scales images of other widths with
+# ``image-rendering: pixelated``, which drops or repeats rows and columns of pixels and so damages the text.
 WIDTH = 350
 MARGIN = 4
 TOP = 28  # height of the title
-BAR_ROOM = 47  # height of the color bar; above the data, because beside them it would take a fifth of the width
+BAR_ROOM = 47  # height of the color bar above the data; beside the data, it would take a fifth of the width
 RIGHT = 12  # space to the right of the data, for half of the last number of the axis
 _BAR_PX = 9
 _TICK_PX = 3
@@ -175,7 +176,7 @@ def new_canvas(height: int, title: str) -> Canvas:
 
 
 def title_of(group: str, name: str, names: Sequence[str]) -> str:
-    """Return a title with the name of a layer, shortened to its shortest form that no other name has."""
+    """Return a title with the name of a layer, shortened to fit and to stay distinct from the other names."""
     room = _TITLE_ROOM - text_width(f"{group}: ", TITLE_PX)
     return f"{group}: {fitted([name], room, px=TITLE_PX, among=names)[0]}"
 
@@ -222,7 +223,7 @@ def _numbers_along(canvas: Canvas, line: tuple[int, int, int], axis: Scale) -> N
 
 
 def numbers_left(canvas: Canvas, area: Area, axis: Scale, title: str) -> None:
-    """Draw the axis to the left of the data; it grows upwards."""
+    """Draw the axis to the left of the data. Values increase upwards."""
     left, top, _, height = area
     last = 1e9
     for place, text in axis.ticks(max(2, min(9, height // 30))):
@@ -241,7 +242,7 @@ def rows_room(names: Sequence[str]) -> int:
 
 
 def fitted_names(rows: Sequence[int], names: Sequence[str]) -> list[str]:
-    """Return the names of some rows, shortened to fit on the left, no two of all names alike."""
+    """Return the names of the given rows, shortened to fit on the left. No two of all names become equal."""
     return _row_names([names[row] for row in rows], names)
 
 
@@ -252,8 +253,8 @@ def _row_names(names: Sequence[str], among: Sequence[str] = ()) -> list[str]:
 def row_names(canvas: Canvas, area: Area, names: Sequence[str], distance: float, marked: Sequence[int] = ()) -> None:
     """Draw the names to the left of their rows, as many as fit.
 
-    The ``marked`` rows stand out, the most unusual first. Their names are bold and are drawn in any case; if they are
-    too close to each other, they are moved apart, with lines to their rows.
+    The ``marked`` rows stand out; the most unusual row comes first. Their names are bold and are always drawn. If bold
+    names are too close to each other, they are moved apart, with lines to their rows.
     """
     left, top, _, height = area
     shown = _row_names(names)
@@ -271,7 +272,7 @@ def row_names(canvas: Canvas, area: Area, names: Sequence[str], distance: float,
 
 
 def _apart(places: Sequence[float], last: float) -> list[float]:
-    """Move ascending places apart, such that labels at them do not touch, and none is beyond the last place."""
+    """Move ascending positions apart so that labels do not touch. No position becomes greater than ``last``."""
     found: list[float] = []
     for place in places:
         found.append(max(place, found[-1] + _LABEL_PX) if found else place)
@@ -283,10 +284,10 @@ def _apart(places: Sequence[float], last: float) -> list[float]:
 def chosen_rows(
     names: Sequence[str], degrees: Floats, most: int, always: Sequence[int] = ()
 ) -> tuple[list[int], list[int], list[str]]:
-    """Choose the layers to draw, at most ``most`` of them, and those of ``always`` as far as there is room.
+    """Choose at most ``most`` layers to draw. The layers in ``always`` are preferred.
 
     Returns:
-        The chosen layers in order, the rows among them that stand out, the most unusual first, and notes.
+        The chosen layers in order; the rows of the layers that stand out, starting with the most unusual; and notes.
     """
     raised = degrees.copy()
     raised[list(always)] = np.inf
@@ -313,7 +314,7 @@ def color_bar(canvas: Canvas, area: Area, scale: Scale, table: Table, label: str
     canvas.frame(left, y, width, _BAR_PX)
     _numbers_along(canvas, (left, y + _BAR_PX, width), scale)
     label = shortened(label, WIDTH - 2 * MARGIN)
-    # Aligned with the left end of the bar, unless the label is too long.
+    # Align the label with the left end of the bar, unless the label is too long.
     canvas.text(max(MARGIN, min(left, WIDTH - MARGIN - text_width(label, DETAIL_PX))), y - 9, label, px=DETAIL_PX)
 
 
@@ -336,7 +337,7 @@ def _lines(notes: Sequence[str]) -> list[str]:
 
 
 def swatch(canvas: Canvas, x: float, y: float, pixels: Image, meaning: str) -> float:
-    """Draw a color sample with its meaning; return the x coordinate for the next one."""
+    """Draw a color sample with its meaning. Return the x coordinate for the next sample."""
     height, width = len(pixels), len(pixels[0])
     left, top = round(x), round(y - height / 2)
     canvas.image(left, top, pixels)
@@ -349,24 +350,28 @@ _RED = "#e3000f"  # in neither color table
 
 
 class FoundAt(NamedTuple):
-    """The place of a finding in a plot."""
+    """The position of a finding in a plot."""
 
-    row: int | None  # the layer; None for a finding about the whole model
-    step: int  # the first step that shows it
+    row: int | None  # the row of the layer; None for a finding about the whole model
+    step: int  # the first step of the finding
     rule: str
 
 
 def places_of(findings: Iterable[Finding], sites: Sequence[Hashable]) -> list[FoundAt]:
-    """Return the places of findings that have a row: that of the tensor, or else of the first output of the module."""
+    """Return the positions of the findings that have a row.
+
+    The row of a finding is the row of its tensor, or else the row of the first output of its module.
+    """
     return [FoundAt(row, each.first_step, each.rule) for each, row in rows_of(findings, sites)]
 
 
 def outline_findings(
     canvas: Canvas, area: Area, found: Sequence[FoundAt], columns: Columns, steps: Floats, distance: float | None = None
 ) -> None:
-    """Draw a red frame around a layer from the first step of its finding on; a red line for the whole model.
+    """Draw a red frame around each layer with a finding, from the first step of the finding on.
 
-    ``distance`` is the height of a row in pixels; None if the plot is about one layer, which has a line.
+    A finding about the whole model is a red line. ``distance`` is the height of a row in pixels. It is None if the plot
+    is about one layer; all findings are lines then.
     """
     left, top, width, height = area
     for row, step, _ in found:
@@ -374,7 +379,7 @@ def outline_findings(
         if row is None or distance is None:
             canvas.line([(x, top), (x, top + height - 1)], _RED)
         else:
-            # Inside of the row, so that rows of neighbors and the frame of the data stay visible.
+            # Draw inside the row, so that neighboring rows and the frame of the data stay visible.
             canvas.frame(x + 1, int(top + row * distance) + 1, left + width - x - 2, int(distance) - 2, _RED)
 
 

@@ -34,7 +34,7 @@ from lightning_recorder.plots.frame import (
 
 __all__ = ["gradient_flow"]
 
-# Blue and orange of the Okabe-Ito palette: distinguishable with any color vision, and dark against light.
+# A blue of the Okabe-Ito palette and a light orange. They differ in hue for any color vision, and in lightness.
 _MEAN, _LARGEST = (0, 114, 178), (245, 196, 118)
 _LEGEND_PX = 34  # placed above the bars, so that readers see it first
 _MOST_ROWS = 260
@@ -55,9 +55,9 @@ def gradient_flow(
     """Draw two bars per layer on a logarithmic axis, from top to bottom in execution order.
 
     A layer whose gradients are all 0 has a hollow square at the left end. A bar whose value is not finite spans the
-    full width, striped for NaN and black for infinity. Layers that stand out, because they are unlike the neighboring
-    or equal layers or their own past, have bold names. If there are more than 260 layers, those that stand out are
-    drawn and an even selection of the others, and a note says so.
+    full width. It is striped for NaN and black for infinity. Layers that stand out have bold names: they are unlike the
+    neighboring layers, equal layers or their own past. If there are more than 260 layers, only the layers that stand
+    out and an even selection of the others are drawn, with a note.
 
     Args:
         names: The names of the layers in execution order.
@@ -68,8 +68,8 @@ def gradient_flow(
         step: The step at which the values were recorded.
         statistic: The name of the statistic in ``means``, with a unit if it has one.
         largest: The name of the statistic in ``maxima``.
-        degrees: How unusual each layer is, ``[layers]``, as :func:`overview` compares all statistics. By default, the
-            layers are compared by these magnitudes.
+        degrees: How unusual each layer is, ``[layers]``. :func:`overview` passes degrees from all statistics. By
+            default, the layers are compared by ``means`` and ``maxima``.
 
     Returns:
         The image, ``[height, 350, 3]``, at most 1,600 pixels high.
@@ -128,7 +128,7 @@ def _legend(canvas: Canvas, words: tuple[str, str]) -> None:
 
 
 def _axis(magnitudes: Floats) -> Scale:
-    """Return an axis from power of ten to power of ten around all magnitudes, at most 12 decades long."""
+    """Return an axis around all magnitudes, at most 12 decades long. Both ends are powers of ten."""
     positive = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]
     if not positive.size:
         return Scale("log", 0.1, 1.0)
@@ -145,7 +145,7 @@ def _square(size: int) -> Image:
 
 
 def _bars(means: Floats, maxima: Floats, axis: Scale, row_px: int, width: int) -> Image:
-    """Draw the bars; the wide bar of the maximum lies behind the narrow bar of the mean."""
+    """Draw the bars. The wide bar of the maximum is behind the narrow bar of the mean."""
     pixels = np.full((len(means) * row_px, width, 3), 255, dtype=np.uint8)
     for place, _ in fitting_ticks(axis, width):
         pixels[:, min(int(place * width), width - 1)] = 225
@@ -165,5 +165,5 @@ def _bar(pixels: Image, value: float, axis: Scale, color: tuple[int, int, int]) 
     if not np.isfinite(value):
         pixels[:] = pattern("nan" if np.isnan(value) else "inf", *pixels.shape[:2])
     elif value > 0:
-        # At least two pixels, to distinguish the smallest values from 0.
+        # Draw at least two pixels, to distinguish the smallest values from 0.
         pixels[:, : max(round(float(axis.place(value)) * pixels.shape[1]), 2)] = color

@@ -36,8 +36,8 @@ _GAP = 5
 _CAPTION_PX = 14
 _HEIGHTS_PX = (430, 900, 1350)  # total heights of the grid, in the order in which they are tried
 _NARROWEST_PX, _WIDEST_PX = 48, 280  # width of one panel
-_LONGEST = 8.0  # aspect ratio; a longer panel is stretched across its shorter side
-_MOST_VALUES = 40_000  # in all panels together; it bounds the size of the file
+_LONGEST = 8.0  # the maximum aspect ratio of a panel; the shorter side of a longer panel is stretched
+_MOST_VALUES = 40_000  # the maximum number of values in all panels together, which limits the size of the file
 
 
 def feature_maps(
@@ -49,9 +49,9 @@ def feature_maps(
         tensor: The feature maps, ``[channels, height, width]`` or ``[batch, channels, height, width]``. Only the first
             sample of a batch is drawn.
         title: The title of the image.
-        max_maps: The maximum number of channels, up to 256. If there are more, evenly spaced ones are drawn.
-        shared: If True, use one color scale for all channels. Otherwise each channel has its own, so that weak ones
-            stay visible.
+        max_maps: The maximum number of channels, up to 256. If there are more, evenly spaced channels are drawn.
+        shared: If True, use one color scale for all channels. Otherwise each channel has its own scale, so that weak
+            channels stay visible.
         label: The label of the color scale.
 
     Returns:
@@ -79,8 +79,8 @@ def attention_maps(tensor: Any, *, title: str, max_maps: int = 16, shared: bool 
         tensor: The attention weights, ``[heads, queries, keys]`` or ``[batch, heads, queries, keys]``. Only the first
             sample of a batch is drawn.
         title: The title of the image.
-        max_maps: The maximum number of heads, up to 256. If there are more, evenly spaced ones are drawn.
-        shared: If True, use one color scale for all heads. By default each head has its own, because a head that
+        max_maps: The maximum number of heads, up to 256. If there are more, evenly spaced heads are drawn.
+        shared: If True, use one color scale for all heads. By default each head has its own scale, because a head that
             attends to a single key would darken all others.
 
     Returns:
@@ -113,7 +113,7 @@ def kernels(
             inputs of a linear layer must be the pixels of a square image with one or three channels, or of an image
             with the given ``shape``.
         title: The title of the image.
-        max_kernels: The maximum number of kernels, up to 256. If there are more, evenly spaced ones are drawn.
+        max_kernels: The maximum number of kernels, up to 256. If there are more, evenly spaced kernels are drawn.
         shape: The shape of the inputs of a linear layer: ``(height, width)`` or ``(channels, height, width)``.
         shared: If True, use one color scale for all kernels. Kernels in color always have their own scale.
 
@@ -162,7 +162,7 @@ def _rgb(values: Floats) -> Floats:
     low = np.where(inside, values, np.inf).min(axis=axes, keepdims=True)
     high = np.where(inside, values, -np.inf).max(axis=axes, keepdims=True)
     low, high = np.where(np.isfinite(low), low, 0.0), np.where(np.isfinite(high), high, 1.0)
-    # Computed in halves, because the difference of two float64 may overflow. A constant kernel is grey.
+    # Compute with halved values, because the difference of two float64 may overflow. A constant kernel is grey.
     span = high / 2 - low / 2
     with np.errstate(invalid="ignore"):
         placed = np.where(span > 0, (values / 2 - low / 2) / np.where(span > 0, span, 1.0), 0.5)
@@ -231,7 +231,7 @@ def _to_bytes(values: Floats) -> Image:
 
 
 def _layout(count: int, rows: int, columns: int, width: int) -> tuple[int, tuple[int, int]]:
-    """Return the number of panels per row and the maximum height and width of a panel, as large as the space allows."""
+    """Return the number of panels per row and the maximum height and width of a panel. Panels fill the space."""
     aspect = float(np.clip(rows / columns, 1 / _LONGEST, _LONGEST))
     best = (1, (1, 1))
     for limit in _HEIGHTS_PX:
@@ -246,7 +246,9 @@ def _layout(count: int, rows: int, columns: int, width: int) -> tuple[int, tuple
 
 
 def _pooled(panels: Floats, box: tuple[int, int], most: int) -> tuple[Floats, tuple[int, int]]:
-    """Average panels, ``[n, height, width, …]``, over blocks until they fit into a box, in ``most`` values.
+    """Average panels, ``[n, height, width, …]``, over blocks.
+
+    The blocks are large enough that a panel fits into a box and has at most ``most`` pixels.
 
     Returns:
         The panels, and the height and width of a block in values. Blocks at the lower and right edges may be smaller.
@@ -263,7 +265,7 @@ def _pooled(panels: Floats, box: tuple[int, int], most: int) -> tuple[Floats, tu
                 starts = np.arange(0, panels.shape[axis], block)
                 sizes = np.diff(np.append(starts, panels.shape[axis]))
                 shape = [-1 if each == axis else 1 for each in range(panels.ndim)]
-                # Divided before the sum, because a sum of large values may overflow float64.
+                # Divide before summing, because a sum of large values may overflow float64.
                 panels = np.add.reduceat(panels / block, starts, axis=axis) * (block / sizes).reshape(shape)
     return panels, (down, across)
 
@@ -273,7 +275,7 @@ def _is_long(height: int, width: int) -> bool:
 
 
 def _size(shape: tuple[int, ...], box: tuple[int, int]) -> tuple[int, int]:
-    """Return the height and width of a panel in pixels; the factor is an integer if it is 4 or more."""
+    """Return the height and width of a panel in pixels. The scaling factor is an integer if it is 4 or more."""
     down, across = (max(room / size, 1.0) for room, size in zip(box, shape, strict=True))
     if not _is_long(*shape):
         down = across = min(down, across)

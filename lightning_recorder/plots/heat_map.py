@@ -52,7 +52,7 @@ __all__ = ["heat_map"]
 
 _MOST_ROWS = 260
 _ROW_PX = (5, 24)  # the minimum and the maximum height of a row
-_COMFORTABLE_PX = 14  # enough for a row with its name; each of up to 116 rows has at least the necessary 12
+_COMFORTABLE_PX = 14  # the preferred height of a row with its name, which needs 12; up to 116 rows have at least that
 _TALLEST_PX = 1400
 
 
@@ -72,15 +72,15 @@ def heat_map(
 ) -> Image:
     """Draw a statistic as colors, with layers from top to bottom and steps from left to right.
 
-    Positive values that span more than a factor of 50 have a logarithmic scale, and signed values have a symmetric one.
+    Positive values that span more than a factor of 50 have a logarithmic scale. Signed values have a symmetric scale.
     A statistic whose name ends with ``fraction`` has a scale from 0 to 1. Values that are not finite, that were not
     recorded, or that are 0 on a logarithmic scale are drawn as patterns with a legend below.
 
-    Layers that stand out, because they are unlike the neighboring or equal layers or their own past, have bold names.
-    At most 260 rows and 97 columns are drawn. If there are more layers, those that stand out are drawn and an even
-    selection of the others, and a note says so. If several steps share a cell, it shows a value that is not finite, if
-    there is one, and otherwise the value furthest from 0. This limits a PNG file to 300 KB for pure noise; a typical
-    training of 40 layers takes about 30 KB.
+    Layers that stand out have bold names: they are unlike the neighboring layers, equal layers or their own past. At
+    most 260 rows and 97 columns are drawn. If there are more layers, only the layers that stand out and an even
+    selection of the others are drawn, with a note. If several steps share a cell, it shows a value that is not finite,
+    if there is one, and otherwise the value furthest from 0. These limits keep a PNG file below 300 KB for pure noise;
+    a typical training of 40 layers takes about 30 KB.
 
     Args:
         steps: The steps in ascending order, ``[steps]``.
@@ -88,15 +88,16 @@ def heat_map(
         values: The values, ``[layers, steps]``.
         statistic: The name of the statistic, with a unit if it has one.
         title: The title of the image.
-        recorded: A mask of the recorded values, ``[layers, steps]``. By default all are recorded, so that a NaN is a
-            recorded value.
-        undefined: A mask of the recorded values that do not exist, ``[layers, steps]``, such as the ratio of an update
-            to a weight of zero. They are no NaN of the training, and are drawn apart. By default there are none.
-        log: If True or False, force or forbid a logarithmic scale; by default the values decide.
-        degrees: How unusual each layer is, ``[layers]``, as :func:`overview` compares all statistics. By default, the
-            layers are compared by these values.
+        recorded: A mask of the recorded values, ``[layers, steps]``. By default all values are recorded, so a NaN
+            counts as a recorded value.
+        undefined: A mask of recorded values that are undefined, ``[layers, steps]``, such as the ratio of an update to
+            a weight of zero. They are not NaN of the training, so they have a pattern of their own. By default there
+            are none.
+        log: If True or False, force or forbid a logarithmic scale. By default the values decide.
+        degrees: How unusual each layer is, ``[layers]``. :func:`overview` passes degrees from all statistics. By
+            default, the layers are compared by ``values``.
         max_layers: The maximum number of rows, up to 260.
-        findings: The findings to mark. Their layers are drawn in any case, with a red frame from the first step on.
+        findings: The findings to mark. Their layers are preferred and have a red frame from the first step on.
 
     Returns:
         The image, ``[height, 350, 3]``, at most 1,600 pixels high.
@@ -173,7 +174,7 @@ def _drawn(
     row_px = int(np.clip(min(_TALLEST_PX // len(names), max(260 // len(names), _COMFORTABLE_PX)), *_ROW_PX))
     left, top = rows_room(names), TOP + BAR_ROOM
     area = (left, top, WIDTH - RIGHT - left, len(names) * row_px)
-    # Applied to pixels instead of cells, so that the patterns are not stretched.
+    # Make the masks for pixels instead of cells, so that the patterns are not stretched.
     across = columns.spread(area[2])
     wide = np.repeat(cells[:, across], row_px, axis=0)
     without_value = np.repeat(undefined[:, across], row_px, axis=0)

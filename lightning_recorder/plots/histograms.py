@@ -1,4 +1,4 @@
-"""Plots of histograms: of all layers at one step, and of one layer over all steps."""
+"""Plots of histograms of all layers at one step, and of one layer over all steps."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _checked_counts(histograms: Any) -> Floats:
 
 
 def histogram_of(counts: Floats | NDArray[np.int64], low: float = math.nan, high: float = math.nan) -> Histogram:
-    """Build a histogram from counts of the fixed bins, ``[2048]``; its ends are NaN if they are unknown."""
+    """Build a histogram from counts of the fixed bins, ``[2048]``. ``low`` and ``high`` are NaN if unknown."""
     edges, inside = between_edges(counts)
     return Histogram(edges, inside, low, high, math.nan, math.nan)
 
@@ -92,7 +92,7 @@ def _checked(histogram: Histogram) -> Histogram:
 
 _RIDGE_BINS = 121  # odd, so that 0 is the center of a bin on a symmetric axis
 _MOST_LAYERS = 80
-_OVERLAP = 1.6  # height of a curve in rows
+_OVERLAP = 1.6  # maximum height of a curve, as a multiple of the distance between rows
 
 
 def ridge(
@@ -107,10 +107,11 @@ def ridge(
 ) -> Image:
     """Draw one curve per layer, from top to bottom, on a common axis of values.
 
-    The height is the square root of the fraction of values in each of 121 bins of equal width in the image, so that
-    rare values are visible next to a peak. All curves have the same maximum height. Layers that stand out, because they
-    are unlike the neighboring or equal layers or their own past, have bold names. If there are more than ``max_layers``
-    layers, those that stand out are drawn and an even selection of the others, and a note says so.
+    The axis has 121 bins of equal width in the image. The height of a curve is the square root of the fraction of
+    values in the bin, so that rare values are visible next to a peak. All curves have the same maximum height. Layers
+    that stand out have bold names: they are unlike the neighboring layers, equal layers or their own past. If there are
+    more than ``max_layers`` layers, only the layers that stand out and an even selection of the others are drawn, with
+    a note.
 
     Args:
         names: The names of the layers, in order.
@@ -120,8 +121,8 @@ def ridge(
         step: The step at which the histograms were recorded.
         value: The name of the values, with a unit if they have one.
         max_layers: The maximum number of curves, up to 80.
-        degrees: How unusual each layer is, ``[layers]``, as :func:`overview` compares all statistics. By default, the
-            layers are compared by the size of their values.
+        degrees: How unusual each layer is, ``[layers]``. :func:`overview` passes degrees from all statistics. By
+            default, the layers are compared by the magnitude of their values.
 
     Returns:
         The image, ``[height, 350, 3]``, at most 1,600 pixels high.
@@ -152,7 +153,7 @@ def ridge(
 
 
 def _sizes(histograms: Sequence[Histogram]) -> dict[str, Floats]:
-    """Return the typical and the largest magnitudes of histograms, ``[layers, 1]`` each; NaN for an empty one."""
+    """Return the rms and the largest magnitude of each histogram, ``[layers, 1]`` each; NaN for an empty one."""
     sizes = {"rms": [math.nan] * len(histograms), "largest": [math.nan] * len(histograms)}
     for row, each in enumerate(histograms):
         if each.count:
@@ -160,7 +161,7 @@ def _sizes(histograms: Sequence[Histogram]) -> dict[str, Floats]:
             middles = np.abs(limits[:-1] / 2 + limits[1:] / 2)
             largest = float(middles[counts > 0].max())
             sizes["largest"][row] = largest
-            # In units of the largest magnitude, whose square may overflow float64.
+            # Compute in units of the largest magnitude, because its square may overflow float64.
             sizes["rms"][row] = largest and largest * math.sqrt(
                 (counts * (middles / largest) ** 2).sum() / counts.sum()
             )
@@ -180,7 +181,7 @@ def _draw_ridge(
     filled = [(curve, color, "#ffffff") for curve, color in zip(curves, colors, strict=True)]
     canvas.ridges(left, TOP, area[2], area[3] + head, filled)
     canvas.frame(left, TOP, area[2], area[3] + head)
-    # Each name stands next to the baseline of its curve.
+    # Draw each name next to the baseline of its curve.
     row_names(canvas, (left, area[1] + distance // 2 - 5, *area[2:]), names, distance, marked)
     numbers_below(canvas, area, axis, value)
     notes_below(canvas, area, notes)
@@ -188,7 +189,7 @@ def _draw_ridge(
 
 
 def _curve(parts: Floats, row: int, distance: int, head: int, width: int) -> Floats:
-    """Return the corners of a curve, ``[k, 2]``: a step function with the width of the bins."""
+    """Return the corners of a curve, ``[k, 2]``. The curve is a step function with one step per bin."""
     parts = np.sqrt(np.nan_to_num(parts))
     heights = parts / (parts.max() or 1.0) * distance * _OVERLAP * 0.95
     ground = head + (row + 1) * distance - 0.5
@@ -199,7 +200,7 @@ def _curve(parts: Floats, row: int, distance: int, head: int, width: int) -> Flo
 
 _BINS, _BIN_PX = 145, 2  # odd, so that 0 is the center of a bin on a symmetric axis
 _LEFT = 60
-_LEAST_SHARE = 1e-5  # all rarer values have this color
+_LEAST_SHARE = 1e-5  # smaller fractions have the same color as this one
 
 
 def histogram_over_time(
@@ -209,15 +210,16 @@ def histogram_over_time(
 
     The histograms may have different edges at each step. All are rebinned to 145 common bins. A bin that is cut in two
     is divided in proportion to the widths of its parts, so that the fractions of a step add up to 1. The common bins
-    are equally high in the image. The axis is linear, or symlog (linear around 0, logarithmic beyond) if the bulk of
-    the values would otherwise be too thin to see. If several steps share a column, it shows the mean of their
-    fractions. Empty bins are white. Steps without a finite value have a pattern: that of NaN or infinities if the
-    counts of the fixed bins include them, and else that of steps that were not recorded.
+    have equal height in the image. The axis is linear. If the bulk of the values would then be too thin to see, the
+    axis is symlog: linear around 0, logarithmic beyond. If several steps share a column, it shows the mean of their
+    fractions. Empty bins are white. Steps without a finite value have a pattern. It means NaN or infinities if the
+    counts of the fixed bins include them, and otherwise that the step was not recorded.
 
     Args:
         steps: The steps in ascending order, ``[steps]``.
         histograms: One :class:`~lightning_recorder.reductions.Histogram` per step, or counts of the fixed bins,
-            ``[steps, 2048]``; see ``ExponentHistogram``. Or :class:`Bins`, which takes less time.
+            ``[steps, 2048]``, or :class:`Bins`, which takes the least time. See ``ExponentHistogram`` for the fixed
+            bins.
         title: The title of the image.
         value: The name of the values, with a unit if they have one.
         findings: The findings about the layer. Their first steps are marked with red lines.
@@ -249,7 +251,7 @@ def histogram_over_time(
 
 
 def _masks(empty: NDArray[np.bool_], found: Bins, columns: Columns) -> dict[Mark, NDArray[np.bool_]]:
-    """Return masks of the columns without a finite value, by the reason; reasons that do not occur are left out."""
+    """Return masks of the columns without a finite value, by reason. Reasons that do not occur are left out."""
     masks: dict[Mark, NDArray[np.bool_]] = {}
     reasons: Mapping[Mark, NDArray[np.bool_] | None] = {"nan": found.have_nan, "inf": found.have_infinite}
     for mark, bad in reasons.items():
@@ -261,7 +263,7 @@ def _masks(empty: NDArray[np.bool_], found: Bins, columns: Columns) -> dict[Mark
 
 
 def _mean(some: Floats) -> Floats:
-    """Return the mean over the recorded steps, ``[..., steps]`` to ``[...]``; NaN if none is recorded."""
+    """Return the mean over the recorded steps, ``[..., steps]`` to ``[...]``; NaN if no step was recorded."""
     known = ~np.isnan(some)
     with np.errstate(invalid="ignore"):
         found: Floats = np.where(known, some, 0.0).sum(axis=-1) / known.sum(axis=-1)

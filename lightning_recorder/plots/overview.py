@@ -34,20 +34,20 @@ def overview(
     max_images: int = 8,
     findings: Sequence[Finding] = (),
 ) -> dict[str, Image]:
-    """Draw the contents of a history; return images by tag.
+    """Draw the contents of a history. Return images by tag.
 
     The tags are ``<group>_plots/heat_map/<statistic>`` for each statistic, ``<group>_plots/ridge`` for the latest
     histograms, ``<group>_plots/over_time/<site>`` for some sites and, for gradients, ``<group>_plots/flow`` for the
-    latest step. ``Unusual/<group>``, a heat map of 20 of more sites, comes first on a page that sorts tags; it is drawn
-    only if a site stands out or a finding names one. Gradients of parameters have no plots over time, because their
-    names would collide with those of the parameters. Statistics and histograms that were never recorded have no plots.
-    All images choose and mark the same sites: those of findings, those that stand out in any of the kept statistics,
-    and an even selection of the others.
+    latest step. ``Unusual/<group>`` is a heat map of 20 sites if there are more than 20. It comes first on a page that
+    sorts tags, and is drawn only if a site stands out or a finding names one. Gradients of parameters have no plots
+    over time, because their names would collide with the names of the parameters. Statistics and histograms that were
+    never recorded have no plots. All images choose and mark the same sites: the sites of findings, the sites that stand
+    out in any of the kept statistics, and an even selection of the others.
 
     Args:
         history: The recorded statistics.
-        group: The group, for example ``activations``. A group that begins with ``gradients`` has a flow plot, and so
-            has a group that ends with ``_grad``, the suffix for gradients of parameters.
+        group: The group, for example ``activations``. A group has a flow plot if its name begins with ``gradients``, or
+            ends with ``_grad``, the suffix for gradients of parameters.
         statistics: The statistics to draw as heat maps.
         max_images: The maximum number of plots of single sites over time.
         findings: The findings to mark in the heat maps and in the plots over time.
@@ -61,13 +61,13 @@ def overview(
 def pictures(
     history: PlotHistory, *, group: str, statistics: Sequence[str], max_images: int, findings: Sequence[Finding]
 ) -> Iterator[tuple[str, Image]]:
-    """Draw the images of :func:`overview` one by one; yield each with its tag."""
+    """Draw the images of :func:`overview` one by one. Yield each image with its tag."""
     check_integer("max_images", max_images, 0)
     steps, sites = history.steps, history.sites
     if not len(steps) or not sites:
         return
     of_parameters = group.endswith("_grad")
-    # The suffix is redundant, because the group already says that these are gradients.
+    # The suffix is redundant, because the name of the group already contains it.
     names = [_name(site).removesuffix(".grad") if of_parameters else _name(site) for site in sites]
     degrees, marks, known = history.degrees, places_of(findings, sites), history.has_values
     ranked = degrees.copy()
@@ -113,7 +113,7 @@ def pictures(
         )
 
 
-_FEW_LAYERS = 20  # a picture of that height fits on a screen
+_FEW_LAYERS = 20  # a heat map with this many rows fits on a screen
 
 
 def _heat_map(
@@ -127,7 +127,8 @@ def _heat_map(
     max_layers: int = 260,
 ) -> Image:
     values, recorded = history.furthest(statistic)
-    # A buffer has no ratio of an update. A site without any values has a row that says so.
+    # Leave out sites without this statistic, such as buffers, which have no update ratio. But a site without any
+    # statistic keeps its row, which shows that nothing was recorded.
     rows = np.flatnonzero(~np.isnan(values).all(axis=1) | ~has_values).tolist()
     places = {row: place for place, row in enumerate(rows)}
     return heat_map(
@@ -149,14 +150,14 @@ def _heat_map(
 
 
 def _undefined(history: PlotHistory, statistic: str, values: Floats, recorded: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return a mask of the update ratios that do not exist, because the weight is zero or had no update."""
+    """Return a mask of the update ratios that are undefined, because the weight is zero or had no update."""
     if statistic != "update_ratio" or "rms" not in history.statistics:
         return np.zeros(values.shape, dtype=bool)
     return recorded & ~np.isfinite(values) & np.isfinite(history.furthest("rms")[0])
 
 
 def _most_telling(history: PlotHistory, degrees: Floats) -> str | None:
-    """Return the statistic in which the most unusual site stands out most; None if no site stands out."""
+    """Return the statistic in which the most unusual site is most unusual; None if no site stands out."""
     sizes = [name for name in ("rms", "update_ratio", "zero_fraction") if name in history.statistics]
     known = [name for name in sizes if not np.isnan(history.table(name)).all()]
     first = standing_out(degrees)[:1]
@@ -171,7 +172,7 @@ def _most_telling(history: PlotHistory, degrees: Floats) -> str | None:
 
 
 def _name(site: Hashable) -> str:
-    """Return the display name of a site: its module, with the path unless it is the whole output."""
+    """Return the display name of a site: its module, and the path inside the output unless it is the whole output."""
     if isinstance(site, tuple) and len(site) == 2:
         return site_title(*site)
     return str(site) or "(root)"
@@ -194,7 +195,7 @@ def _ends(history: PlotHistory) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _latest_histograms(history: PlotHistory) -> dict[Hashable, Histogram]:
-    """Return the latest histogram of each site; its range is known if the site was recorded at the latest step."""
+    """Return the latest histogram of each site. Its range is known if the site was recorded at the latest step."""
     rows = {site: row for row, site in enumerate(history.sites)}
     low, high = _ends(history)
     return {

@@ -1,4 +1,4 @@
-"""The history that the plots show: a few statistics of evenly spaced records, and histograms over time."""
+"""The data of the plots: a few statistics of evenly spaced records, and histograms over time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Found = tuple[Mapping[str, float], "Tensor | NDArray[np.int64] | None"]
 """The scalars of a site, and its counts of the fixed bins, ``[2048]``, or None."""
 
 
-_OVERHEAD = 320  # bytes of the tuple and of its two arrays without their data, which small histograms do not exceed
+_OVERHEAD = 320  # bytes of a tuple and its two arrays without their data; small histograms have less data than this
 
 
 class _Counts(NamedTuple):
@@ -52,28 +52,27 @@ class _Counts(NamedTuple):
 class PlotHistory(History[Hashable]):
     """Keeps the statistics of sites at evenly spaced steps of a run, without reading files.
 
-    Every record is kept until there are ``max_steps``. Then every second record is dropped, and from then on only every
-    second new record is kept, later every fourth, and so on. The first and the latest record are always kept.
+    Every record is kept until there are ``max_steps`` records. Then every second record is dropped. From then on only
+    every second new record is kept, later every fourth, and so on. The first and the latest record are always kept.
 
     Args:
         max_steps: The maximum number of records, at least 2.
-        statistics: The scalars to keep; others are ignored.
-        conspicuous: Those of which :meth:`furthest` also covers the dropped records.
-        max_histograms: The number of sites with plots of their counts over time: those that stand out, and an even
+        statistics: The scalars to keep. Others are ignored.
+        conspicuous: The statistics for which :meth:`furthest` also covers the dropped records.
+        max_histograms: The number of sites with plots of their counts over time: the sites that stand out, and an even
             selection of the others.
-        max_count_bytes: The memory for counts over time. They are kept for all sites, because any may become unusual.
-            When the memory is used up, every second record of the sites without such a plot is dropped.
+        max_count_bytes: The memory for counts over time. Counts are kept for all sites, because any site may become
+            unusual. When the memory is used up, every second record of the sites without such a plot is dropped.
 
     Raises:
         ArgumentError: If a number is too small.
 
     Note:
-        :attr:`nbytes` is the memory in use. A site takes ``8 * statistics + 1`` bytes for each kept record, less for
-        statistics that are the same for all of 200 or more sites, and its first and latest counts. Where records were
-        dropped, it takes ``8 * conspicuous + 1`` bytes more. Counts take 320
-        bytes, and 3 to 10 bytes per non-empty bin: typically 1 KB, at most 20 KB. Beyond ``max_count_bytes``, only
-        ``max_histograms`` sites take the counts of ``max_steps`` records. A history can be pickled. It is not
-        thread-safe.
+        :attr:`nbytes` is the memory in use. A site takes ``8 * statistics + 1`` bytes for each kept record, and the
+        memory of its first and latest counts. A statistic that is the same for all of 200 or more sites takes less.
+        Where records were dropped, a site takes ``8 * conspicuous + 1`` bytes more. Counts take 320 bytes, and 3 to 10
+        bytes per non-empty bin: typically 1 KB, at most 20 KB. Beyond ``max_count_bytes``, only ``max_histograms``
+        sites keep the counts of ``max_steps`` records. A history can be pickled. It is not thread-safe.
 
     Example:
         >>> history = PlotHistory(max_steps=4, statistics=("rms",))
@@ -99,10 +98,11 @@ class PlotHistory(History[Hashable]):
         self.max_steps, self.max_histograms, self.max_count_bytes = max_steps, max_histograms, max_count_bytes
         self._conspicuous = [self.statistics.index(name) for name in conspicuous]
         self._last: tuple[tuple[Hashable, ...], NDArray[np.intp]] = (), np.empty(0, np.intp)
-        # Of the kept record and those dropped after it: the values furthest from 0, [conspicuous, sites], and a mask.
-        self._furthest: dict[int, tuple[Floats, NDArray[np.bool_]]] = {}  # by step
+        # By step of a kept record: the values furthest from 0 in this record and the records dropped after it,
+        # [conspicuous, sites], and a mask.
+        self._furthest: dict[int, tuple[Floats, NDArray[np.bool_]]] = {}
         self._latest: dict[Hashable, _Counts] = {}
-        self._counts: dict[int, dict[Hashable, _Counts]] = {}  # by step; those of all sites or of those with a plot
+        self._counts: dict[int, dict[Hashable, _Counts]] = {}  # by step: counts of all sites or plotted sites
         self._count_bytes, self._thin_beyond = 0, max_count_bytes
 
     @property
@@ -120,7 +120,7 @@ class PlotHistory(History[Hashable]):
         """Add a record.
 
         Args:
-            step: The step, greater than the previous one; otherwise the record is ignored.
+            step: The step. The record is ignored unless the step is greater than the previous one.
             found: The sites of the record in order, each with its scalars and its counts.
         """
         values = [[scalars.get(name, np.nan) for name in self.statistics] for scalars, _ in found.values()]
@@ -128,12 +128,12 @@ class PlotHistory(History[Hashable]):
         self._add(step, tuple(found), np.array(values).reshape(len(found), -1), taken)
 
     def add_values(self, step: int, sites: Sequence[AnySite], values: Floats, counts: SparseCounts | None) -> None:
-        """Add a record of arrays, which takes much less time.
+        """Add a record given as arrays, which takes much less time than :meth:`add_sites`.
 
         Args:
             step: The step, as for :meth:`add_sites`.
             sites: The sites of the record in order.
-            values: The values of :attr:`statistics`, ``[sites, statistics]``; NaN if a site lacks one.
+            values: The values of :attr:`statistics`, ``[sites, statistics]``; NaN if a site has no value.
             counts: The histograms of the sites, if there are any.
         """
         entries = [] if counts is None else [counts.entries(row) for row in range(len(sites))]
@@ -149,7 +149,7 @@ class PlotHistory(History[Hashable]):
             self._thin_counts()
 
     def _places_in(self, sites: tuple[Hashable, ...]) -> NDArray[np.intp]:
-        """Return the places of the sites. The same sites as in the previous record get the same array again."""
+        """Return the indices of the sites. If the sites equal those of the previous record, return the same array."""
         if sites != self._last[0]:
             places = [self.places.setdefault(site, len(self.places)) for site in sites]
             self._last = sites, np.array(places, dtype=np.intp)
@@ -164,7 +164,10 @@ class PlotHistory(History[Hashable]):
         super()._keep(kept)
 
     def _merge(self, kept: int, dropped: int) -> None:
-        """Keep the values of a record that are further from 0 than those of the record before it, which stays."""
+        """Merge the conspicuous values of a record that is dropped into the record before it, which is kept.
+
+        The value further from 0 is kept; see :func:`furthest`.
+        """
         if not self._conspicuous:
             return
         both = [self._take_conspicuous(each) for each in (kept, dropped)]
@@ -175,7 +178,10 @@ class PlotHistory(History[Hashable]):
         self._furthest[self.steps[kept]] = cells[0], np.asarray(recorded.any(axis=-1))
 
     def _take_conspicuous(self, row: int) -> tuple[Floats, NDArray[np.bool_]]:
-        """Take the furthest values of a record and of what was merged into it, ``[conspicuous, sites]``, and a mask."""
+        """Return the furthest values of a record and the records merged into it, ``[conspicuous, sites]``, and a mask.
+
+        The values that were merged before are removed from the history.
+        """
         if (known := self._furthest.pop(self.steps[row], None)) is not None:
             return known
         (cell,) = self._rows[row].values()
@@ -190,7 +196,10 @@ class PlotHistory(History[Hashable]):
             self._count_bytes += sum(each.nbytes for each in taken.values())
 
     def _thin_counts(self) -> None:
-        """Drop the sites without a plot from every second record, until the counts fit or only the ends are left."""
+        """Drop the counts of sites without a plot from every second record until the memory limit is met.
+
+        The first and the last record stay complete.
+        """
         plotted = set(self.histogram_sites)
         whole = [step for step, counts in self._counts.items() if not plotted.issuperset(counts)]
         while self._count_bytes > self.max_count_bytes and len(whole) > 2:
@@ -200,7 +209,7 @@ class PlotHistory(History[Hashable]):
                 self._counts[step] = kept
                 self._count_bytes += sum(each.nbytes for each in kept.values())
             whole = [*whole[:-1:2], whole[-1]]
-        # If the counts cannot be thinned that far, trying again in each record would be slow.
+        # If the counts cannot be thinned that far, do not try again at each record, which would be slow.
         self._thin_beyond = max(self.max_count_bytes, self._count_bytes * 5 // 4)
 
     def _drop_counts(self, steps: Iterable[int]) -> None:
@@ -211,7 +220,7 @@ class PlotHistory(History[Hashable]):
         """Return a statistic, ``[sites, steps]``; NaN if a site was not recorded.
 
         Raises:
-            ArgumentError: If the statistic is not kept; the message lists those that are.
+            ArgumentError: If the statistic is not kept. The message lists the kept statistics.
         """
         if statistic not in self.statistics:
             raise ArgumentError(f"the history holds {', '.join(self.statistics)}; got {statistic!r}")
@@ -220,8 +229,8 @@ class PlotHistory(History[Hashable]):
     def furthest(self, statistic: str) -> tuple[Floats, NDArray[np.bool_]]:
         """Return the most conspicuous value of each kept record and the records dropped after it, ``[sites, steps]``.
 
-        That is an infinity, else NaN, else the value furthest from 0. For statistics that are not ``conspicuous``, it
-        is the value of the kept record.
+        The most conspicuous value is an infinity, else NaN, else the value furthest from 0. For statistics that are not
+        ``conspicuous``, the value of the kept record is returned.
 
         Returns:
             The values, and a mask that is True if a site was recorded in any of these records, ``[sites, steps]``.
@@ -262,18 +271,18 @@ class PlotHistory(History[Hashable]):
 
     @property
     def degrees(self) -> Floats:
-        """How unusual each site is, ``[sites]``, in the statistics that are kept; from 1 on it stands out."""
+        """How unusual each site is in the kept statistics, ``[sites]``. A site stands out from 1 on."""
         rows = compared_steps(len(self.steps))
         tables = {name: self._together(name, rows).T for name in compared(self.statistics)}
         return unusualness(self.sites, tables)
 
     @property
     def histogram_sites(self) -> list[Hashable]:
-        """The sites with plots of their counts over time: the unusual ones, and an even selection of the others."""
+        """The sites with plots of their counts over time: the unusual sites, and an even selection of the others."""
         return self.histogram_sites_of(self.degrees)
 
     def histogram_sites_of(self, degrees: Floats) -> list[Hashable]:
-        """Return :attr:`histogram_sites` if the degrees, ``[sites]``, are known."""
+        """Return :attr:`histogram_sites` for known degrees, ``[sites]``, which saves computing them again."""
         sites = [site for site in self.places if site in self._latest] if self.max_histograms else []
         rows = [self.places[site] for site in sites]
         return [sites[place] for place in choose(degrees[rows], self.max_histograms)] if sites else []
@@ -292,7 +301,7 @@ class PlotHistory(History[Hashable]):
         return counts
 
     def count_steps(self, site: Hashable) -> NDArray[np.int64]:
-        """Return the steps of :meth:`counts`: all :attr:`steps`, less those dropped to save memory, ``[count_steps]``.
+        """Return the steps of :meth:`counts`, ``[count_steps]``: all :attr:`steps` except those dropped to save memory.
 
         Raises:
             ArgumentError: If no counts over time are kept for the site.
@@ -308,7 +317,7 @@ class PlotHistory(History[Hashable]):
         return np.array(steps, dtype=np.int64)
 
     def latest_counts(self) -> Iterator[tuple[Hashable, NDArray[np.int64]]]:
-        """Yield each site that has counts, with the latest ones, ``[2048]``."""
+        """Yield each site that has counts, with its latest counts, ``[2048]``."""
         return ((site, self._latest[site].dense()) for site in self.places if site in self._latest)
 
 

@@ -1,4 +1,4 @@
-"""A function call in a process of its own, so that drawing does not hold the lock of the interpreter that trains."""
+"""A function call in a separate process, so that drawing does not hold the GIL of the training process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["DrawingProcess"]
 
 _SCRIPT = "import sys; from lightning_recorder.plots.process import main; main(sys.argv[1])"
 _NICENESS = 10
-_TIMEOUT_S = 300.0  # after which the process is killed
+_TIMEOUT_S = 300.0  # the process is killed after this time
 
 
 class DrawingProcess:
@@ -30,7 +30,7 @@ class DrawingProcess:
 
     Args:
         function: A function of this package that can be pickled by its name.
-        arguments: Its arguments.
+        arguments: The arguments of the function.
 
     Raises:
         OSError: If the process cannot be started.
@@ -72,7 +72,9 @@ class DrawingProcess:
             self._process.wait(max(0.0, self._deadline - time.monotonic()))
 
     def finish(self) -> tuple[Any, float]:
-        """Return the result of the function, and the processor time of the process in seconds. Kill it if it runs.
+        """Return the result of the function, and the CPU time of the process in seconds.
+
+        If the process is still running, it is killed.
 
         Raises:
             OSError: If the process has failed or was killed.
@@ -100,7 +102,7 @@ def _discard(process: subprocess.Popen[bytes], folder: TemporaryFolder) -> None:
 
 
 def main(directory: str) -> None:
-    """Call the function in the folder, and write its result. This runs in the new process."""
+    """Call the function that is pickled in the folder, and write its result. This runs in the new process."""
     if hasattr(os, "nice"):
         os.nice(_NICENESS)
     folder = Path(directory)

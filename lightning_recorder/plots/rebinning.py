@@ -1,4 +1,4 @@
-"""Histograms with any edges as arrays: their common axis, and their counts between common edges."""
+"""Histograms with different edges: their common axis, and their counts between common edges."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lightning_recorder.records.histogram import EDGES, Histogram, in_order
 __all__ = ["Bins", "bins_of", "bins_of_counts", "edges_along", "limits_of", "rebin", "shares", "value_axis"]
 
 _LARGEST = 1.7e308
-_SMALLEST = 1e-250  # dividing a count by a smaller width would overflow
+_SMALLEST = 1e-250  # smaller limits become 0, since dividing a count by a smaller width would overflow
 
 
 def limits_of(histogram: Histogram) -> Floats:
-    """Return the edges, all finite, and clipped to the smallest and the largest value if these are known."""
+    """Return the edges of a histogram as finite numbers, clipped to its smallest and largest values if known."""
     low = histogram.min if math.isfinite(histogram.min) else -_LARGEST
     high = histogram.max if math.isfinite(histogram.max) else _LARGEST
     edges = histogram.edges
@@ -32,9 +32,9 @@ def limits_of(histogram: Histogram) -> Floats:
 
 
 class Bins(NamedTuple):
-    """Histograms as arrays, so that one call computes something for all of them.
+    """Several histograms as arrays, for vectorized computations.
 
-    A histogram with fewer bins than another has empty bins of zero width.
+    Histograms with fewer bins are padded with empty bins of zero width.
     """
 
     limits: Floats
@@ -42,9 +42,9 @@ class Bins(NamedTuple):
     counts: Floats
     """The counts, ``[n, k]`` float64."""
     have_nan: NDArray[np.bool_] | None = None
-    """A mask of the histograms of values that include NaN, ``[n]``; ``None`` if it is unknown."""
+    """A mask of the histograms whose values include NaN, ``[n]``; ``None`` if it is unknown."""
     have_infinite: NDArray[np.bool_] | None = None
-    """Likewise of those that include infinities."""
+    """A mask of the histograms whose values include infinities, ``[n]``; ``None`` if it is unknown."""
 
     @property
     def totals(self) -> Floats:
@@ -66,9 +66,12 @@ def bins_of(histograms: Sequence[Histogram]) -> Bins:
 
 
 def bins_of_counts(counts: Floats | NDArray[np.int64], low: Floats, high: Floats) -> Bins:
-    """Return counts of the fixed bins, ``[n, 2048]``, as arrays, each clipped to its range; NaN is an unknown end."""
+    """Return counts of the fixed bins, ``[n, 2048]``, as :class:`Bins`.
+
+    The edges of each histogram are clipped to the range from ``low`` to ``high``, ``[n]`` each. NaN is an unknown end.
+    """
     bins = in_order(counts)
-    # The last octave of each sign begins with the bin of infinity; all others are NaN.
+    # The last octave of each sign begins with the bin of infinity. The other bins of the octave are NaN.
     last = counts.reshape(len(counts), 2, BINS // 2)[..., FINITE_BINS:] != 0
     bad = last[..., 1:].any(axis=(1, 2)), last[..., 0].any(axis=1)
     occupied = bins != 0
@@ -77,7 +80,7 @@ def bins_of_counts(counts: Floats | NDArray[np.int64], low: Floats, high: Floats
         return Bins(np.zeros((len(counts), 2)), np.zeros((len(counts), 1)), *bad)
     span = slice(used[0], used[-1] + 1)
     bins, occupied, edges = bins[:, span], occupied[:, span], EDGES[used[0] : used[-1] + 2]
-    # The bins outside a histogram get zero width.
+    # Bins outside the range of a histogram get zero width.
     first, end = occupied.argmax(axis=1), occupied.shape[1] - occupied[:, ::-1].argmax(axis=1)
     low = np.fmax(np.where(np.isfinite(low), low, math.nan), edges[first])
     high = np.fmin(np.where(np.isfinite(high), high, math.nan), edges[end])
@@ -87,13 +90,13 @@ def bins_of_counts(counts: Floats | NDArray[np.int64], low: Floats, high: Floats
 
 
 def rebin(found: Bins, edges: Floats) -> Floats:
-    """Return the counts between other edges, ``[n, k]`` float64; their sums are exactly the numbers of values.
+    """Return the counts between new edges, ``[n, k]`` float64. The sum of each row is exactly the number of values.
 
-    The position of a value within its bin is unknown, so a bin that contains an edge is divided in proportion to the
-    widths of its parts. A bin of zero width goes entirely to the new bin that contains it. Values beyond the outer
-    edges are counted in the first or the last bin.
+    The position of a value within its bin is unknown. So a bin that contains a new edge is divided in proportion to the
+    widths of its parts. A bin of zero width is counted entirely in the new bin that contains it. Values beyond the
+    outer edges are counted in the first or the last bin.
 
-    The new edges ascend, ``[k + 1]``.
+    ``edges`` are the new edges in ascending order, ``[k + 1]``.
 
     Example:
         >>> two = bins_of([Histogram(np.array([0.0, 1.0, 3.0]), np.array([5, 2]), 0.0, 3.0, 0.0, 0.0)])
@@ -106,11 +109,12 @@ def rebin(found: Bins, edges: Floats) -> Floats:
     rows, bins = np.nonzero(flat & (counts > 0))
     where = np.clip(np.searchsorted(edges, limits[rows, bins], side="right") - 1, 0, inside.shape[1] - 1)
     np.add.at(inside, (rows, where), counts[rows, bins])
-    # The number of values below each edge, rounded to a multiple of a power of two, so that all later sums are exact.
+    # Count the values below each edge. The counts are rounded to a multiple of a power of two below, so that all sums
+    # are exact.
     below = np.zeros(limits.shape)
     np.cumsum(np.where(flat, 0.0, counts), axis=1, out=below[:, 1:])
     totals = below[:, -1].tolist()
-    # Computed in halves, because the difference of two float64 may overflow.
+    # Compute with halved values, because the difference of two float64 may overflow.
     halves, places = limits / 2, edges[1:-1] / 2
     reached = np.zeros((len(counts), len(edges)))
     for row, total in enumerate(totals):
@@ -123,7 +127,8 @@ def rebin(found: Bins, edges: Floats) -> Floats:
 def value_axis(found: Bins) -> Scale | None:
     """Return an axis that contains all values of the histograms; ``None`` if there are no values.
 
-    The axis is linear, unless 90 % of the values of a narrow histogram would take less than a fiftieth of it.
+    The axis is symlog if 90 % of the values of a narrow histogram would take less than a fiftieth of a linear axis.
+    Otherwise the axis is linear.
     """
     filled = found.totals > 0
     if not filled.any():
@@ -141,7 +146,7 @@ def _spreads(found: Bins) -> Floats:
     """Return the width of the range that contains 90 % of the nonzero values of each histogram, ``[n]``."""
     limits, counts = found.limits, found.counts
     with np.errstate(over="ignore"):
-        # If most values are 0, the others determine the spread.
+        # Leave out zeros: if most values are 0, the other values determine the spread.
         around_zero = (limits[:, :-1] <= 0) & (limits[:, 1:] >= 0) & (np.diff(limits) < 1e-30)
         below = np.cumsum(np.where(around_zero, 0.0, counts), axis=1)
         total = below[:, -1]
@@ -151,7 +156,10 @@ def _spreads(found: Bins) -> Floats:
 
 
 def edges_along(axis: Scale, bins: int) -> Floats:
-    """Return edges of bins with equal widths on an axis; on a symmetric axis with an odd number, 0 is a bin center."""
+    """Return edges of bins with equal widths on an axis.
+
+    On a symmetric axis with an odd number of bins, 0 is the center of a bin.
+    """
     edges = axis.values(np.linspace(0.0, 1.0, bins + 1))
     edges[0], edges[-1] = axis.low, axis.high
     return np.maximum.accumulate(edges)

@@ -1,4 +1,4 @@
-"""A job queue in a background thread, and a sink that defers writes to the thread that may write."""
+"""A job queue in a background thread, and a sink that defers writes until the right thread runs them."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ Job = Callable[[], object]
 class BackgroundQueue:
     """Run jobs in order in a daemon thread that exists only while there is work.
 
-    An exception of a job is raised again in the next :meth:`submit` or :meth:`drain`. The jobs queued after the failed
-    one still run.
+    An exception of a job is raised again in the next :meth:`submit` or :meth:`drain`. Jobs queued after the failed job
+    still run.
 
     Args:
-        limit: The number of jobs that may wait. At the limit, :meth:`submit` and :meth:`put` block; no job is dropped.
+        limit: The maximum number of waiting jobs. At the limit, :meth:`submit` and :meth:`put` block. No job is
+            dropped.
         idle_s: The time in seconds that the idle thread waits for another job before it ends.
 
     Note:
         The thread does not keep the process alive, so call :meth:`drain` before the process ends. A copy of a queue
-        starts empty, and so does a queue in a forked process. A job that never ends blocks :meth:`drain`.
+        and a queue in a forked process start empty. A job that never ends blocks :meth:`drain`.
     """
 
     def __init__(self, limit: int = 16, *, idle_s: float = 1.0) -> None:
@@ -73,7 +74,7 @@ class BackgroundQueue:
                 raise error
 
     def put(self, job: Job) -> None:
-        """Queue a job without raising the exception of an earlier one, which stays pending."""
+        """Queue a job without raising the exception of an earlier job. That exception stays pending."""
         self._reset_after_fork()
         self._jobs.put(job)
         self._ensure_thread()
@@ -102,7 +103,7 @@ class BackgroundQueue:
             self._begin()
 
     def _ensure_thread(self) -> None:
-        """Start a thread if there are jobs; run the jobs here if no thread can be started."""
+        """Start a thread if there are jobs. If no thread can be started, run the jobs in the calling thread."""
         with self._lock:
             if self._jobs.unfinished_tasks == 0 or (self._thread is not None and self._thread.is_alive()):
                 return
@@ -128,7 +129,7 @@ class BackgroundQueue:
                         return
                 continue
             self._run_job(job)
-            del job  # do not keep its memory alive while waiting for the next one
+            del job  # release the memory of the job while waiting for the next job
 
     def _run_job(self, job: Job) -> None:
         self._working_thread = threading.get_ident()
@@ -144,8 +145,8 @@ class BackgroundQueue:
 class DeferredSink(UniformSink):
     """Queue the writes from any thread, and run them when :meth:`replay` is called.
 
-    A verb that the wrapped sink does not override returns ``False``. Any other verb returns ``True``, because the
-    return value of the wrapped sink is not known yet.
+    A verb that the wrapped sink does not override returns ``False``. Other verbs return ``True``, because the return
+    value of the wrapped sink is not known yet.
 
     Args:
         sink: The wrapped sink.
@@ -155,7 +156,7 @@ class DeferredSink(UniformSink):
 
     def __init__(self, sink: Sink) -> None:
         self.verb = ""
-        """The verb that is running or that ran last."""
+        """The verb that :meth:`replay` is running or ran last."""
         self._sink = sink
         self._queue: queue.SimpleQueue[tuple[str, Callable[[], object]]] = queue.SimpleQueue()
 
@@ -191,7 +192,7 @@ class DeferredSink(UniformSink):
 
     def _write_later(self, verb: str, step: int, values: Mapping[str, Any]) -> None:
         if verb == "write_files":
-            values = {name: path for name, path in values.items() if path.exists()}  # others were pruned meanwhile
+            values = {name: path for name, path in values.items() if path.exists()}  # without pruned files
             if not values:
                 return
         getattr(self._sink, verb)(step, values)

@@ -27,32 +27,33 @@ Image = NDArray[np.uint8]
 class Sink:
     """Base class of the sinks, which store or display results.
 
-    Each verb takes the step first, then a mapping from tags to values, and returns True if the sink supports that kind
-    of result. The return value depends on the kind alone: it is the same for an empty mapping, for which nothing is
-    written. A verb that a sink does not override returns ``False`` without writing or raising, so that the caller can
-    pass the results to another sink. A sink with a disabled back end returns ``False`` from every verb.
+    The methods that write, such as :meth:`write_scalars`, are called verbs. Each verb takes the step and a mapping from
+    tags to values, and returns True if the sink supports that kind of result. The return value depends only on the
+    kind. So an empty mapping returns the same value, and nothing is written. A verb that a sink does not override
+    returns ``False`` without writing or raising, so that the caller can pass the results to another sink. A sink with a
+    disabled back end returns ``False`` from every verb.
 
-    Writing a tag twice at the same step adds a second entry or replaces the first one, depending on the back end. Steps
-    may decrease. ``NaN`` and infinities are valid values; a sink may skip a histogram without a finite value. A tag is
-    any nonempty string of any length. If a back end rejects a tag, the sink writes it under another key. Different tags
-    get different keys, and no tag is used as a path, so nothing is written outside the run. A sink writes all values of
-    a call at once if the back end supports that.
+    Writing a tag twice at the same step adds a second entry or replaces the first entry, depending on the back end.
+    Steps may decrease. ``NaN`` and infinities are valid values. A sink may skip a histogram without a finite value. A
+    tag is any nonempty string of any length. If a back end rejects a tag, the sink writes it under another key.
+    Different tags get different keys. No tag is used as a path, so nothing is written outside the run. A sink writes
+    all values of a call at once if the back end supports that.
 
-    Errors of the back end are raised to the caller, including those of a flush or a close.
-    :class:`~lightning_recorder.sinks.MultiSink` isolates the sinks from each other's errors and closes all of them in
-    any case.
+    Errors of the back end are raised to the caller, including errors of a flush or a close.
+    :class:`~lightning_recorder.sinks.MultiSink` isolates the sinks from each other's errors and always closes all of
+    them.
 
-    The step is the one that ``self.log`` uses in Lightning: the number of optimizer steps done before this one. All
-    values are on the CPU.
+    The step is the same as in Lightning's ``self.log``: the number of optimizer steps done before this one. All values
+    are on the CPU.
 
     :meth:`flush` makes the written results readable, or starts their upload if the back end uploads on its own.
-    :meth:`close` flushes and is idempotent. Nothing may be written after it. A sink does not close a logger, a run or a
-    writer that the caller passed in.
+    :meth:`close` flushes and is idempotent. Nothing may be written after a close. A sink does not close a logger, a run
+    or a writer that the caller passed in.
     """
 
     any_thread: bool = False
     """True if a thread other than the training thread may write to the sink. The callbacks then write in the
-    background; otherwise they write between two batches. Two threads never write at the same time."""
+    background. Otherwise they write between two batches. Two threads never write at the same time."""
 
     written_bytes: int | None = None
     """The number of bytes of scalars, histograms and images written so far, or None if the sink does not count them."""
@@ -81,7 +82,7 @@ class Sink:
         return False
 
     def write_files(self, step: int, files: Mapping[str, Path]) -> bool:
-        """Copy or upload existing files. The originals stay in place.
+        """Copy or upload existing files. The original files are not moved.
 
         Args:
             step: The step.
@@ -98,14 +99,14 @@ class Sink:
         return False
 
     def joined(self) -> AbstractContextManager[object]:
-        """Return a context in which the sink may hold back the results of this thread, to write them all at its end."""
+        """Return a context in which the sink may hold back the results of this thread and write them at its end."""
         return nullcontext()
 
     def flush(self) -> None:
         """Make all written results readable."""
 
     def close(self) -> None:
-        """Flush, and release the resources that the sink itself has opened."""
+        """Flush, and release the resources that the sink has opened itself."""
         self.flush()
 
     def __enter__(self) -> Self:
@@ -118,7 +119,7 @@ class Sink:
 
 
 class UniformSink(Sink, ABC):
-    """Base class of the sinks that treat all kinds of results alike."""
+    """Base class of sinks that handle all kinds of results in one method."""
 
     @abstractmethod
     def _write(self, verb: str, step: int, values: Mapping[str, Any]) -> bool:

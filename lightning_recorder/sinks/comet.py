@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CometSink"]
 
-_LONGEST_KEY = 100  # characters; Comet truncates longer keys and logs a line to the console for each
+_LONGEST_KEY = 100  # characters; Comet truncates a longer key and logs a line to the console
 _FOLDER = "recorder"  # the folder among the assets of the experiment
 
 # Disabled experiments that the user has been warned about, to warn only once.
@@ -32,21 +32,21 @@ _WARNED: WeakSet[Any] = WeakSet()
 class CometSink(Sink):
     """Write scalars as metrics, histograms, images and texts as their Comet types, and files and graphs as assets.
 
-    A histogram is converted to Comet's bins, each of which is 10 % wide: the count of each source bin is added at the
+    A histogram is converted to Comet's bins, each of which is 10 % wide. The count of each source bin is added at the
     center of that bin, so a value moves by at most the width of its source bin. A histogram without a finite value is
     skipped. Assets are stored under ``recorder/``. SVG files also appear among the graphics, HTML files under HTML.
     Keys of more than 100 characters are shortened. The tag of a text is stored in its metadata.
 
-    A disabled experiment writes nothing and causes one warning; Lightning's ``CometLogger(online=False)`` creates such
-    an experiment.
+    A disabled experiment writes nothing and causes one warning. Lightning's ``CometLogger(online=False)`` creates a
+    disabled experiment.
 
     Args:
         experiment: A ``comet_ml.CometExperiment``, such as ``CometLogger.experiment``. The sink does not end it.
         prefix: A prefix for the keys of metrics, histograms and images, joined with ``_`` as in the logger.
 
     Note:
-        Not thread-safe: Comet stores the step on the experiment and reads it from there for each value, so two threads
-        could mix up their steps. Comet uploads in a thread of its own.
+        Not thread-safe: Comet stores the current step in the experiment and reads it for each value, so two threads
+        could mix up their steps. Comet uploads in its own thread.
     """
 
     def __init__(self, experiment: Any, prefix: str | None = None) -> None:
@@ -105,7 +105,7 @@ class CometSink(Sink):
 
     @override
     def flush(self) -> None:
-        """Do nothing: Comet uploads on its own, and waiting for the network is left to the end of the run."""
+        """Do nothing, because Comet uploads on its own. :meth:`close` waits for the upload."""
 
     @override
     def close(self) -> None:
@@ -123,7 +123,7 @@ class CometSink(Sink):
 
     @cached_property
     def _bins(self) -> Any:
-        """An empty Comet histogram, cached because creating one takes 1 ms. Comet reads it as soon as it is logged."""
+        """A Comet histogram to reuse, because creating one takes 1 ms. Comet reads it as soon as it is logged."""
         from comet_ml import data_structure
 
         library: Any = data_structure  # its annotations do not cover the calls made here
@@ -134,7 +134,8 @@ class CometSink(Sink):
         occupied = histogram.counts > 0
         edges = np.clip(histogram.edges, histogram.min, histogram.max)
         middles = (edges[:-1] / 2 + edges[1:] / 2)[occupied]
-        # Comet counts a value closer to zero than its first edge with the wrong sign, and drops values beyond its last.
+        # Comet counts values closer to zero than its first edge with the wrong sign, and drops values beyond its last
+        # edge.
         middles[np.abs(middles) <= self._bins.start] = 0.0
         last = np.nextafter(self._bins.stop, 0.0)
         self._bins.clear()

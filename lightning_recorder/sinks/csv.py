@@ -20,24 +20,24 @@ from lightning_recorder.temporary import write_whole
 
 __all__ = ["CsvSink"]
 
-_STEP = "step"  # the column of the step itself
+_STEP = "step"  # the name of the column for the step
 
 
 class CsvSink(MetricsSink):
     """Write scalars to a CSV file, one row per call.
 
-    A new column may appear at any time; it is empty in the earlier rows. Characters that the encoding lacks are
+    A new column may appear at any time. It is empty in the earlier rows. Characters that the encoding lacks are
     escaped. The tag ``step`` becomes the column ``(step)``. Other kinds of results are not supported.
 
     Args:
-        target: The path of a local file, or a ``CSVLogger``. A file is written in UTF-8 and appended to after each
-            call; the rows of an earlier run stay. All sinks of one path share the file. If the disk is full, rows are
-            skipped with one warning. A ``CSVLogger`` receives the rows in its own file; use this if its folder is on a
-            remote file system.
+        target: The path of a local file, or a ``CSVLogger``. Each call appends a row to the file, which is written in
+            UTF-8. The rows of an earlier run stay. All sinks with the same path share the file. If the disk is full,
+            rows are skipped with one warning. With a ``CSVLogger``, the rows go to the logger's own file. Use this if
+            the logger's folder is on a remote file system.
 
     Note:
-        Only a sink with a file accepts writes from any thread. A row that arrives while a logger saves is lost or makes
-        the training fail.
+        Only a sink with a file accepts writes from any thread. If a row arrived while a ``CSVLogger`` saves its file,
+        the row would be lost or the training would fail.
     """
 
     def __init__(self, target: str | Path | MetricsLogger) -> None:
@@ -71,8 +71,8 @@ class CsvSink(MetricsSink):
 def _column(tag: str, encoding: str) -> str:
     """Return the column name of a tag.
 
-    A character that the encoding lacks or that Python's CSV reader rejects would make the logger raise at every
-    following row, including the user's own rows.
+    Characters that the encoding lacks or that Python's CSV reader rejects are escaped. They would make the logger raise
+    at every following row, including the user's own rows.
     """
     if tag == _STEP:
         return f"({tag})"
@@ -81,7 +81,7 @@ def _column(tag: str, encoding: str) -> str:
 
 
 class _CsvFile:
-    """Append complete rows of numbers to a CSV file, whose columns may grow.
+    """Append complete rows of numbers to a CSV file that may get new columns.
 
     A row is written completely or not at all. The first column is ``step``. A new column is added to the existing file,
     with empty cells in the earlier rows. If the disk is full, rows are skipped with one warning.
@@ -98,7 +98,7 @@ class _CsvFile:
         self._lock = threading.Lock()
 
     def add(self, step: int, values: Mapping[str, float]) -> int:
-        """Append a row, and return its size in bytes, or 0 if the row was skipped."""
+        """Append a row. Return its size in bytes, or 0 if the row was skipped."""
         with self._lock:
             if not self._columns and not attempt(self.path, 0, self._read_columns):
                 return 0
@@ -115,7 +115,7 @@ class _CsvFile:
             self._columns = next(csv.reader(file), [])
 
     def _widen(self, columns: list[str]) -> bool:
-        """Extend the header to these columns, which start with the existing ones. Return False if the disk is full."""
+        """Extend the header. ``columns`` begins with the existing columns. Return False if the disk is full."""
         header = _line(columns)
         size = self.path.stat().st_size if self.path.is_file() else 0
         if not attempt(self.path, 2 * (size + len(header)), lambda: self._copy(header, len(columns))):

@@ -1,4 +1,4 @@
-"""A sink that writes plain files to a folder, and safe names for the files of all sinks."""
+"""A sink that writes plain files to a folder, and functions for safe file names and keys."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ __all__ = [
     "to_png",
 ]
 
-# The default level of 6 takes twice as long, for files that are smaller by a quarter.
+# The default level of 6 takes twice as long, and the files are smaller by a quarter.
 _PNG_LEVEL = 3
 
 _LONGEST_NAME = 80  # bytes; file systems allow 255, and a digest, a step and a suffix are appended
 
 
 def path_below(folder: Path, name: str) -> Path:
-    """Return the path of a file in a folder; its name is relative with ``/``, as in :meth:`~.Sink.write_files`.
+    """Return the path of a file in a folder. ``name`` is relative and uses ``/``, as in :meth:`~.Sink.write_files`.
 
     Raises:
         ArgumentError: If the name points outside the folder on any operating system.
@@ -62,7 +62,7 @@ def path_below(folder: Path, name: str) -> Path:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file to its target, unless it is already there.
+    """Copy a file to a target, unless source and target are the same file.
 
     Raises:
         OSError: If the file does not exist or its copy cannot be written.
@@ -75,7 +75,7 @@ def copy_file(source: Path, target: Path) -> None:
 def path_of_tag(folder: Path, tag: str, step: int, suffix: str) -> Path:
     """Return the path of the file for a tag at a step, and create its folder.
 
-    Each segment of the tag becomes a safe file name, never a path, so the file is always below the folder.
+    Each segment of the tag becomes a safe file name, never a path. So the file is always inside the folder.
     """
     *outer, last = [safe_segment(segment) for segment in tag.split("/")]
     path = folder.joinpath(*outer, f"{last}-step{step}{suffix}")
@@ -84,14 +84,14 @@ def path_of_tag(folder: Path, tag: str, step: int, suffix: str) -> Path:
 
 
 def safe_segment(segment: str, unwanted: str = r"[^\w.\-\[\]()]", longest: int = _LONGEST_NAME) -> str:
-    """Return a tag segment unchanged if it is safe; otherwise return its safe characters and a digest.
+    """Return a tag segment unchanged if it is a safe file name. Otherwise return its safe characters and a digest.
 
     Different segments have different results, up to collisions of the 48-bit digest.
 
     Args:
         segment: The part of a tag between two slashes.
-        unwanted: A pattern of the characters that are not allowed in the result.
-        longest: The number of UTF-8 bytes of the segment to keep.
+        unwanted: A pattern for the characters that are not allowed in the result.
+        longest: The maximum number of UTF-8 bytes of the segment to keep.
 
     Example:
         >>> safe_segment("conv1"), safe_segment("a b"), safe_segment("..")
@@ -105,9 +105,9 @@ def safe_segment(segment: str, unwanted: str = r"[^\w.\-\[\]()]", longest: int =
 
 
 def shortened(tag: str, longest: int) -> str:
-    """Return a tag unchanged if it is short enough; otherwise join its beginning, a digest and its end.
+    """Return a tag unchanged if it is short enough. Otherwise join its beginning, a digest and its end.
 
-    The end is kept because it names the module and the statistic.
+    The end is kept because it has the names of the module and the statistic.
 
     Example:
         >>> shortened("activations/" + "a.very." * 10 + "deep/mean", 50)
@@ -121,7 +121,7 @@ def shortened(tag: str, longest: int) -> str:
 
 
 def digest(text: str) -> str:
-    """Return a digest of 12 hexadecimal digits."""
+    """Return a digest of a text as 12 hexadecimal digits."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
 
 
@@ -129,7 +129,7 @@ File = TypeVar("File")
 
 
 class SharedFiles(Generic[File]):
-    """Return the same object for a path as long as that object is referenced."""
+    """A mapping from paths to file objects. It returns the same object for a path while the object is referenced."""
 
     def __init__(self, make: Callable[[Path], File]) -> None:
         self._make = make
@@ -148,10 +148,10 @@ class SharedFiles(Generic[File]):
 class FilesSink(Sink):
     """Write every kind of result to one folder.
 
-    ``scalars.jsonl`` and ``histograms.jsonl`` receive one line per call. Each line is a JSON object, so a killed run
-    leaves at most one incomplete line, at the end. ``images/`` contains a PNG file per tag and step, ``texts/`` a
-    Markdown file and ``graphs/`` a JSON file. Files are copied to their target names. Numbers that JSON lacks are
-    written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``.
+    Each call appends one line to ``scalars.jsonl`` or ``histograms.jsonl``. Each line is a JSON object, so a killed run
+    leaves at most one incomplete line, at the end. For each tag and step, ``images/`` has a PNG file, ``texts/`` a
+    Markdown file and ``graphs/`` a JSON file. Files are copied to their target names. NaN and infinities are written as
+    the strings ``"nan"``, ``"inf"`` and ``"-inf"``, because JSON has no such numbers.
 
     If the disk is full, results are skipped with one warning.
 
@@ -227,17 +227,17 @@ def _plain(value: float) -> float | str:
 
 
 def to_pillow(pixels: Image) -> Picture:
-    """Return the pixels as a Pillow image, which several back ends accept."""
+    """Return the pixels as a Pillow image."""
     from PIL import Image as Pictures
 
     return Pictures.fromarray(pixels)
 
 
 def to_png(pixels: Image) -> bytes:
-    """Return the pixels as a PNG file.
+    """Return the pixels as the content of a PNG file.
 
-    Pillow tries five filters on each row, which takes longer than the compression and makes plots smaller by 3 %. It
-    also holds the GIL, which zlib releases.
+    Pillow is not used: it tries five filters on each row, which takes longer than the compression and makes plots
+    smaller by only 3 %. Pillow also holds the GIL, which zlib releases.
     """
     height, width, _ = pixels.shape
     rows = np.zeros((height, 1 + 3 * width), dtype=np.uint8)  # the first byte of each row is its filter: none

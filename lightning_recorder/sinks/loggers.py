@@ -1,8 +1,8 @@
 """The mapping from Lightning loggers to sinks.
 
 A logger is identified by the name of its class or of a base class, from `lightning.pytorch` or `pytorch_lightning`. For
-an unknown logger only ``log_metrics`` is used. This also applies to a ``NeptuneLogger``, if there is one: the service
-has been shut down, and Lightning's class raises on creation.
+an unknown logger, only ``log_metrics`` is used. ``NeptuneLogger`` has no sink of its own, because the service has been
+shut down and Lightning's class raises on creation.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ def _csv_sink(logger: Any) -> Sink:
 
 
 def _own_folder(logger: Any) -> Path | None:
-    """Return the recorder's folder inside the logger's ``log_dir``, or ``None`` if that is on a remote file system.
+    """Return the recorder's folder inside the logger's ``log_dir``, or ``None`` on a remote file system.
 
-    The logger's own file is avoided where possible: the first disk error ends the thread of TensorBoard's writer, and
-    then the user's ``self.log`` raises.
+    A sink does not write to the logger's own file if possible, because the first disk error would end the thread of
+    TensorBoard's writer. Then the user's ``self.log`` would raise.
     """
     log_dir = str(logger.log_dir)
     return None if "://" in log_dir else Path(log_dir, _FOLDER).absolute()
 
 
-# Keyed by class name: `lightning` and `pytorch_lightning` have different classes, and importing a logger imports its
-# back end. The attributes read here have already been read by the Trainer, so no sink starts a run.
+# Keyed by class name, because `lightning` and `pytorch_lightning` have different classes, and importing a logger class
+# imports its back end. The Trainer has already read the attributes used here, so creating a sink starts no run.
 _SINKS: dict[str, Callable[[Any], Sink | None]] = {
     "CSVLogger": _csv_sink,
     "CometLogger": lambda logger: CometSink(logger.experiment, prefix=_prefix(logger)),
@@ -55,13 +55,13 @@ _SINKS: dict[str, Callable[[Any], Sink | None]] = {
     "MLFlowLogger": lambda logger: MlflowSink(logger.experiment, logger.run_id, prefix=_prefix(logger)),
     "TensorBoardLogger": _tensorboard_sink,
     "WandbLogger": lambda logger: WandbSink(logger.experiment, log=logger.log_metrics),
-    # Replaces the loggers in a fast_dev_run, which must not leave any output.
+    # DummyLogger replaces the loggers in a fast_dev_run, which must not leave any output.
     "DummyLogger": lambda logger: None,
 }
 
 
 def _prefix(logger: Any) -> str:
-    """Return the key prefix of a logger. It has no public accessor, hence the private name."""
+    """Return the key prefix of a logger. The attribute is private because there is no public one."""
     return getattr(logger, "_prefix", None) or ""
 
 
@@ -80,7 +80,7 @@ def sink_for_logger(logger: Any, *, known: bool = False) -> Sink | None:
 
     Args:
         logger: The logger.
-        known: Return ``None`` for a logger without a registered sink.
+        known: If True, return ``None`` for a logger without a registered sink.
     """
     for base in type(logger).__mro__:
         if base.__name__ in _SINKS:
@@ -89,11 +89,12 @@ def sink_for_logger(logger: Any, *, known: bool = False) -> Sink | None:
 
 
 def sinks_for_loggers(loggers: Iterable[Any], *, known: bool = False) -> list[Destination]:
-    """Return a destination for each logger that is written to. Any thread may write to their sinks.
+    """Return a destination for each logger that has a sink. Any thread may write to these sinks.
 
     Args:
         loggers: The loggers.
-        known: Leave out loggers without a registered sink, such as one in which a program keeps its own results.
+        known: If True, leave out loggers without a registered sink, such as a logger that a program uses to keep its
+            own results.
 
     Note:
         A sink that writes through its logger is skipped while the disk of the logger's ``save_dir`` is full.
@@ -103,8 +104,11 @@ def sinks_for_loggers(loggers: Iterable[Any], *, known: bool = False) -> list[De
 
 
 def _guarded_folder(sink: Sink, logger: Any) -> Path | None:
-    """Return the local folder that the logger writes to, or ``None`` if the sink checks its disk itself."""
+    """Return the local folder that the logger writes to.
+
+    Return ``None`` if the folder is remote, or if the sink checks the free disk space itself.
+    """
     if isinstance(sink, (TensorBoardSink, CsvSink)) and _own_folder(logger) is not None:
-        return None  # it knows its path and the sizes of its writes
+        return None  # the sink knows its path and the sizes of its writes
     save_dir = str(getattr(logger, "save_dir", None) or Path())
     return None if "://" in save_dir else Path(save_dir)

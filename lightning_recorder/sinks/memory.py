@@ -48,7 +48,7 @@ class MemorySink(UniformSink):
         self.graphs: dict[str, dict[int, Graph]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copied in one expression, because another thread may be writing.
+        # Copy the dictionaries, because another thread may be writing to them.
         return {
             kind: {tag: dict(by_step) for tag, by_step in dict(by_tag).items()} for kind, by_tag in vars(self).items()
         }

@@ -1,4 +1,4 @@
-"""Sinks for loggers through ``log_metrics``, which every Lightning logger has."""
+"""Sinks that write through ``log_metrics``, which every Lightning logger has."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MetricsLogger(Protocol):
     """Any object with the ``log_metrics`` method of Lightning's loggers."""
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Log numbers by name."""
+        """Log numbers, keyed by name."""
 
 
 class MetricsSink(Sink):
@@ -43,14 +43,14 @@ class MetricsSink(Sink):
 
     @override
     def flush(self) -> None:
-        # A CSV logger buffers its rows until save() is called; not every logger has that method.
+        # A CSV logger buffers its rows until save() is called. Not every logger has this method.
         save = getattr(self._logger, "save", None)
         if callable(save):
             save()
 
 
 class FileLogger(MetricsLogger, Protocol):
-    """The part of Lightning's ``LitLogger`` that is used here."""
+    """The attributes of Lightning's ``LitLogger`` that are used here."""
 
     @property
     def log_dir(self) -> str:
@@ -63,14 +63,14 @@ class FileLogger(MetricsLogger, Protocol):
 class LitLoggerSink(MetricsSink):
     """Write to ``LitLogger``, the logger of the Lightning platform: scalars as series, and files as uploads.
 
-    A file is copied to ``<log_dir>/recorder`` first, because the logger names it by its path relative to the working
-    directory, or by its last component if it is elsewhere. The copy has the same path in each run.
+    A file is first copied to ``<log_dir>/recorder``, so that it has the same path in each run. The logger names a file
+    by its path relative to the working directory, or by its last component if the file is elsewhere.
 
     Args:
         logger: The logger. The sink does not close it.
 
     Note:
-        Not thread-safe: the logger does not document that two threads may use it. An upload blocks until it is done.
+        Not thread-safe, because the logger is not documented as thread-safe. An upload blocks until it is done.
     """
 
     _logger: FileLogger

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 __all__ = ["MlflowSink"]
 
-_MOST_METRICS = 1000  # per request, a limit of MLflow
-_LONGEST_KEY = 250  # characters, a limit of MLflow
-_LONGEST_IMAGE_KEY = 120  # MLflow puts it into a file name of at most 255 bytes and adds 100 of its own
+_MOST_METRICS = 1000  # maximum number per request, a limit of MLflow
+_LONGEST_KEY = 250  # maximum number of characters, a limit of MLflow
+_LONGEST_IMAGE_KEY = 120  # MLflow adds 100 bytes to the key for a file name, which may have at most 255 bytes
 
-# MLflow accepts non-ASCII letters in metrics, but not in the keys of images. Escaped, they could make a request of 1000
-# metrics larger than the 1 MB that a server accepts.
+# MLflow accepts non-ASCII letters in metrics, but not in the keys of images. In metrics, their escapes could make a
+# request of 1000 metrics larger than the 1 MB that a server accepts.
 _UNWANTED = r"[^A-Za-z0-9_. \-]"
 
 _MAX_BINS = 64  # about twice as many as a plot can show
@@ -39,14 +39,14 @@ class MlflowSink(Sink):
     """Write scalars as metrics, images as logged images, and everything else as artifacts under ``recorder/``.
 
     Images have a step slider in MLflow's UI and are also stored under ``recorder/images/``. The UI renders artifacts:
-    texts as Markdown, SVG and HTML as pages, JSON with line breaks. All histograms of a call go to one JSON file,
+    texts as Markdown, SVG and HTML as pages, and JSON with line breaks. All histograms of a call go to one JSON file,
     ``recorder/histograms/<group>/step<step>-<tags>.json``, with the edges and counts of each tag in at most 64 bins.
-    The counts are exact, and ``mlflow.artifacts.load_dict`` reads the file. An image per histogram would need two
+    The counts are exact. ``mlflow.artifacts.load_dict`` reads the file. An image per histogram would need two
     artifacts per site and step, and minutes of rendering in a long run.
 
-    In keys, characters that MLflow rejects become ``_``, and a digest is appended to the affected part:
-    ``lstm/out[1]`` becomes ``lstm/out_1_-d5a985103d8a``. Keys of more than 250 characters are shortened. A database
-    stores infinities as the largest float64.
+    In keys, characters that MLflow rejects are replaced by ``_``, and a digest is appended to the changed part. For
+    example, ``lstm/out[1]`` becomes ``lstm/out_1_-d5a985103d8a``. Keys of more than 250 characters are shortened. An
+    MLflow store in a database stores infinities as the largest float64.
 
     Args:
         client: A ``mlflow.MlflowClient``, such as ``MLFlowLogger.experiment``.
@@ -87,7 +87,7 @@ class MlflowSink(Sink):
         for tag, pixels in images.items():
             key = self._key(tag, _LONGEST_IMAGE_KEY)
             self._client.log_image(self._run_id, pixels, key=key, step=step, synchronous=True)
-        # The slider starts at step 0, where most tags have no image. The artifacts have plain names.
+        # Also write images as artifacts with plain names. The slider starts at step 0, where most tags have no image.
         return self._write_artifacts(lambda files: files.write_images(step, images))
 
     @override
@@ -119,7 +119,7 @@ class MlflowSink(Sink):
 
 
 def _histogram_file_name(tags: list[str], step: int) -> str:
-    """Return the histogram file name for these tags and this step. Another set of tags gets another name."""
+    """Return the file name for the histograms of these tags at a step. Different sets of tags have different names."""
     group = safe_segment(tags[0].split("/")[0], _UNWANTED)
     others = digest("\n".join(sorted(tags)))
     return f"{group}/step{step:08d}-{others}.json"

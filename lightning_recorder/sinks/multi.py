@@ -29,14 +29,14 @@ class Destination:
 
     Args:
         sink: The sink.
-        folder: A folder on the disk that the back end writes to. While that disk is full, the sink is skipped, with one
-            warning. ``None`` if the sink checks its disk itself or writes elsewhere.
+        folder: A folder on the disk that the back end writes to. While this disk is full, the sink is skipped, with one
+            warning. ``None`` if the sink checks the disk space itself or does not write to a local disk.
     """
 
     sink: Sink
     folder: Path | None = None
     has_failed: bool = False
-    """True if the sink has raised. It is then only closed."""
+    """True if the sink has raised. From then on it is only closed."""
     lock: threading.RLock = field(init=False, repr=False)
     """The lock that a thread holds while it writes. All destinations of a sink share it."""
 
@@ -44,7 +44,7 @@ class Destination:
         self.lock = _lock_of(self.sink)
 
     def has_room(self, verb: str, values: Mapping[str, Any]) -> bool:
-        """Return True if the disk has room for the values; otherwise warn, once per disk and run."""
+        """Return True if the disk has enough space for the values. Otherwise warn, once per disk and run."""
         nbytes = sum(Path(path).stat().st_size for path in values.values()) if verb == "write_files" else 0
         return self.folder is None or has_room(self.folder, UNKNOWN_BYTES + nbytes)
 
@@ -52,14 +52,16 @@ class Destination:
 class MultiSink(UniformSink):
     """Write to several sinks. A verb returns True if any of them supports that kind of result.
 
-    A sink that raises causes one warning and is skipped from then on, except that it is still closed. The other sinks
-    continue. An error that means a full disk only skips the current write. With ``strict``, the first error is raised
-    after all other sinks have been called.
+    A sink that raises causes one warning. From then on it is only closed, while the other sinks continue. If the error
+    means that the disk is full, only the current write is skipped. With ``strict``, the first error is raised after all
+    other sinks have been called.
 
     Args:
         sinks: The sinks in writing order.
-        fallback: A sink for the kinds that none of ``sinks`` supports. Its first use for each kind is logged.
-        additional: Sinks that receive everything, whether or not ``sinks`` support it. They are written last.
+        fallback: A sink for the kinds of results that none of ``sinks`` supports. Its first use for each kind is
+            logged.
+        additional: Sinks that receive all results, even results that no sink of ``sinks`` supports. They are written
+            last.
         strict: Raise the first error instead of warning.
     """
 
@@ -85,7 +87,7 @@ class MultiSink(UniformSink):
         return [each.sink for each in self._all]
 
     def without_fallback(self) -> MultiSink:
-        """Return a sink for the same destinations without the fallback. A failure in either one counts for both."""
+        """Return a sink for the same destinations without the fallback. The two share the state of failed sinks."""
         return MultiSink(self._sinks, additional=self._additional, strict=self.strict)
 
     @property
@@ -95,9 +97,9 @@ class MultiSink(UniformSink):
 
     @property
     def written_bytes(self) -> int | None:  # type: ignore[override]  # read-only here: derived from the sinks
-        """The bytes written by the sinks that count them, or ``None`` if none of them does."""
+        """The number of bytes written by the sinks that count bytes, or ``None`` if no sink counts them."""
         total = None
-        for each in self._all:  # a loop, because this is read twice per record
+        for each in self._all:  # a loop is faster than sum(), and this is read twice per record
             written = each.sink.written_bytes
             if written is not None:
                 total = (total or 0) + written
@@ -110,7 +112,7 @@ class MultiSink(UniformSink):
     @property
     def is_idle(self) -> bool:
         """True if no sink has queued writes."""
-        # Without a generator, because this is asked several times in each step.
+        # A loop is faster than a generator, and this is read several times in each step.
         for each in self._deferred:  # noqa: SIM110
             if not each.sink.is_idle:  # type: ignore[attr-defined]  # only sinks that have it are listed
                 return False
@@ -123,7 +125,7 @@ class MultiSink(UniformSink):
             if each.has_failed:
                 continue
             try:
-                # Without the lock: another thread may be inside a long write, and this thread must not wait for it.
+                # Do not take the lock: this thread must not wait for a long write in another thread.
                 each.sink.replay()  # type: ignore[attr-defined]  # only sinks that have it are listed
             except Exception as error:  # noqa: BLE001 - a back end may raise anything
                 self._on_error(each, getattr(each.sink, "verb", "replay"), error, errors)
@@ -139,7 +141,7 @@ class MultiSink(UniformSink):
             if is_written and verb not in self._fallen_back:
                 self._fallen_back.add(verb)
                 sink = self._fallback[0].sink
-                place = getattr(sink, "directory", type(sink).__name__)  # of a sink of files
+                place = getattr(sink, "directory", type(sink).__name__)  # FilesSink has a directory
                 _log.info("no logger takes %s: look in %s", verb.removeprefix("write_"), place)
         if self._additional:
             is_written |= self._call(self._additional, errors, verb, step, values)
@@ -148,7 +150,7 @@ class MultiSink(UniformSink):
         return is_written
 
     def _call(self, destinations: Iterable[Destination], errors: list[Exception], verb: str, *args: Any) -> bool:
-        """Call a verb of each sink. Return True if any of them returned True, and collect the errors to raise."""
+        """Call a verb of each sink. Return True if any call returned True. Append errors to raise to ``errors``."""
         result = False
         for each in destinations:
             if each.has_failed and verb != "close":
@@ -164,7 +166,7 @@ class MultiSink(UniformSink):
         return result
 
     def _on_error(self, destination: Destination, verb: str, error: Exception, errors: list[Exception]) -> bool:
-        """Handle the error of a sink. Return True if the disk is full, in which case no other sink should be tried."""
+        """Handle the error of a sink. Return True if the disk is full; then the fallback should not be tried."""
         if self.strict:
             errors.append(error)
         elif is_full(error):
@@ -190,7 +192,7 @@ class MultiSink(UniformSink):
 
     @contextmanager
     def _joined(self, destination: Destination, errors: list[Exception]) -> Iterator[None]:
-        """Write the joined results of a sink, and handle an error of the write as that of a verb."""
+        """Enter the ``joined`` context of a sink. An error when the context ends is handled like an error of a verb."""
         context = destination.sink.joined()
         context.__enter__()
         try:
@@ -220,7 +222,7 @@ def _as_destination(sink: Sink | Destination) -> Destination:
     return sink if isinstance(sink, Destination) else Destination(sink)
 
 
-# Two callbacks with the same sink write to it from their own threads.
+# The locks are shared by sink, because two callbacks with the same sink write to it from different threads.
 _LOCKS: WeakKeyDictionary[Sink, threading.RLock] = WeakKeyDictionary()
 _LOCK = threading.RLock()
 
@@ -229,5 +231,5 @@ def _lock_of(sink: Sink) -> threading.RLock:
     with _LOCK:
         try:
             return _LOCKS.setdefault(sink, threading.RLock())
-        except TypeError:  # an unhashable or not weakly referenceable sink shares one lock with others of its kind
+        except TypeError:  # all sinks that are unhashable or allow no weak references share one lock
             return _LOCK

@@ -50,23 +50,24 @@ __all__ = [
 ]
 
 _LAYOUT_TAG = b"custom_scalars__config__"  # TensorBoard looks for a layout under this tag
-# TensorBoard colors lines by run and tells those of one run apart by six symbols only.
+# TensorBoard draws all lines of a run in one color and distinguishes them by only six symbols.
 _MOST_LINES = 6
 
 
-_EARLIER = 0.5  # the weight of earlier records
-_BY_FAR = 1.25  # a module gets into the titles if its degree exceeds that of the one there by this factor
-_MOST_TITLES = 20  # the layouts that are written for the sake of the titles alone
+_EARLIER = 0.5  # the weight of the degree in earlier records
+_BY_FAR = 1.25  # a module replaces the module in the titles if its degree is larger by this factor
+_MOST_TITLES = 20  # the maximum number of layouts that are written only to change the titles
 
 
 class RankedScalars(dict[str, float]):
-    """Scalars of some of the sites of a record, by tag, with the ranking of all its sites.
+    """Scalars of some sites of a record, by tag, with a ranking of all sites of the record.
 
     Args:
         scalars: The scalars by tag.
-        degrees: The degree of each site that stands out and has scalars, by one of its tags. ``None`` if all sites have
-            scalars, so that these can be compared.
-        named: A tag of each site whose module a finding names. Without scalars, nothing but this has changed.
+        degrees: How unusual each site is, keyed by one tag of the site. Has only sites that stand out and have scalars.
+            ``None`` if all sites have scalars, so that the scalars can be compared instead.
+        named: A tag of each site whose module is named by a finding. If ``scalars`` is empty, only ``named`` has
+            changed.
     """
 
     def __init__(
@@ -80,9 +81,9 @@ class _Line(NamedTuple):
     """A tag in a chart."""
 
     tag: str
-    """The tag without the index of a data loader."""
+    """The tag without the index of the data loader."""
     module: str
-    """The module, or the module and the parameter."""
+    """The name of the module; for a parameter, the names of the module and the parameter."""
     path: str
 
 
@@ -95,12 +96,12 @@ class _Chart:
 
     @property
     def sites(self) -> tuple[tuple[str, str], ...]:
-        """The module and the path of each line."""
+        """The ``module`` and the ``path`` of each line."""
         return tuple((line.module, line.path) for line in self.lines)
 
 
 class _Comparison(NamedTuple):
-    """The charts of a group that show the same sites, with more lines than TensorBoard can tell apart."""
+    """Charts of a group that show the same sites and have more lines than TensorBoard can distinguish."""
 
     group: str
     sites: tuple[tuple[str, str], ...]
@@ -122,7 +123,7 @@ class _Comparison(NamedTuple):
         for statistic, tags in self.tags.items():
             found = np.array([values.get(tag, math.nan) for tag in tags], dtype=np.float64)[:, None]
             tables[statistic] = found
-            if statistic != "update_ratio":  # that of a parameter that was zero is infinite, which is no fault
+            if statistic != "update_ratio":  # it may be infinite for a parameter that was zero, which is no fault
                 bad += np.isinf(found)
         return unusualness(self.sites, {**tables, "inf_count": bad})
 
@@ -130,23 +131,23 @@ class _Comparison(NamedTuple):
 class Dashboard:
     """The charts of a writer: one for each statistic in each group of tags.
 
-    A chart has at most six lines, because TensorBoard gives all lines of a run the same color and has six symbols. They
-    are those of the most unusual modules and of an even selection of the others. The layout is written again when a
-    new statistic or module appears, or when a module that is not shown becomes unusual.
+    A chart has at most six lines, because TensorBoard gives all lines of a run the same color and has six symbols. The
+    lines show the most unusual modules and an even selection of the others. The layout is written again when a new
+    statistic or module appears, or when a module that is not shown becomes unusual.
 
     Args:
-        directory: The folder of the event files if the writer is shared with other code. If that folder already has a
-            layout, that layout is kept and none is written.
+        directory: The folder of the event files if the writer is shared with other code. If the folder already has a
+            layout, this layout is kept, and no other layout is written.
     """
 
     def __init__(self, directory: str | Path | None = None) -> None:
         self._directory = None if directory is None else Path(directory)
         self._charts: dict[str, dict[str, _Chart]] = {}
         self._comparisons: list[_Comparison] = []
-        # The degrees of the modules that stand out, by group and module: in the latest record, and the largest one.
+        # By group and module that stands out: the degree in the latest record, and the largest degree so far.
         self._degrees: dict[str, dict[str, tuple[float, float]]] = {}
-        self._titled: dict[str, str] = {}  # the most unusual module of each group when the layout was written
-        self._retitled = 0  # the number of layouts that were written for the sake of the titles alone
+        self._titled: dict[str, str] = {}  # by group: the most unusual module when the layout was written
+        self._retitled = 0  # the number of layouts that were written only to change the titles
         self._seen: set[str] = set()
         self._may_write: bool | None = None
         self._is_changed = False
@@ -156,9 +157,10 @@ class Dashboard:
         """Write the layout if it has changed.
 
         Args:
-            scalars: The scalars that were written, by tag. Without a ranking, the sites are compared with each other.
-            write: A callback that writes a layout, group to title to tags without the index of a data loader, and
-                returns False if it failed.
+            scalars: The scalars that were written, by tag. If they are not :class:`RankedScalars` with degrees, the
+                sites are compared with each other.
+            write: A callback that writes a layout and returns False if it failed. The layout maps each group to chart
+                titles, and each title to tags without the index of the data loader.
         """
         with self._lock:
             if not self._seen.issuperset(scalars):  # False in nearly every call
@@ -172,7 +174,7 @@ class Dashboard:
                 self._is_changed = not write(self._layout())
 
     def _add_lines(self, tags: Iterable[str]) -> bool:
-        """Add the lines of these tags. Return True if there are any."""
+        """Add the lines of the given tags. Return True if a line is new."""
         is_new = False
         for tag in tags:
             group, title, line = _parsed(tag)
@@ -185,7 +187,7 @@ class Dashboard:
         return is_new
 
     def _note_unusual(self, scalars: Mapping[str, float]) -> bool:
-        """Note the modules that stand out. Return True if there is a new one, or one for the titles."""
+        """Update the degrees of the modules. Return True if a new module stands out, or if a title must change."""
         now: dict[str, dict[str, float]] = {}  # the degrees of this record, by group and module
         if isinstance(scalars, RankedScalars) and scalars.degrees is not None:
             for tag, degree in {**dict.fromkeys(islice(scalars, 1), 0.0), **scalars.degrees}.items():
@@ -233,7 +235,7 @@ class Dashboard:
             for title, chart in charts.items():
                 degrees = np.array([_combined(*known.get(line.module, (0.0, 0.0))) for line in chart.lines])
                 places = choose(degrees, _MOST_LINES)
-                # The list of the lines below a chart is closed at first, so the title has the name that matters.
+                # The list of lines below a chart is collapsed at first, so the title names the most unusual module.
                 first = "".join(f": {chart.lines[place].module}" for place in standing_out(degrees)[:1])
                 part = f" ({len(places)} of {len(chart.lines)})" if len(places) < len(chart.lines) else ""
                 found[group][title + first + part] = [chart.lines[place].tag for place in places]
@@ -245,12 +247,12 @@ def _raise(degrees: dict[str, float], module: str, degree: float) -> None:
 
 
 def _combined(latest: float, most: float) -> float:
-    """Return the degree of a module for the charts: one that has recovered ranks behind one that is unusual now."""
+    """Return the degree of a module for the charts. A module that has recovered ranks behind a module that has not."""
     return max(latest, _EARLIER * most)
 
 
 def _parsed(tag: str) -> tuple[str, str, _Line | None]:
-    """Return the group, the title of the chart and the line of a tag; None for a tag without a module."""
+    """Return the group, the chart title and the line of a tag. The line is None for a tag without a module."""
     found = parse_tag(tag)
     if found is None:
         return "", "", None
@@ -279,21 +281,21 @@ def _holds_layout(path: Path) -> bool:
 
 
 PREFIX = "z_recorder/"
-"""The start of all tags of the recorders in TensorBoard, which sorts them behind ``train``, ``val`` and most others."""
+"""The prefix of all tags of the recorders in TensorBoard. It sorts them after ``train``, ``val`` and most others."""
 
 _DASHBOARDS: WeakKeyDictionary[SummaryWriter, Dashboard] = WeakKeyDictionary()
 _LOCK = threading.Lock()
 
 
 def dashboard_of(writer: SummaryWriter) -> Dashboard:
-    """Return the dashboard of a writer, shared by all sinks that use the writer."""
+    """Return the dashboard of a writer. All sinks that use the writer share it."""
     with _LOCK:
         if writer not in _DASHBOARDS:
             _DASHBOARDS[writer] = Dashboard(writer.get_logdir())
         return _DASHBOARDS[writer]
 
 
-_ROTATION = 15  # of the masked checksum, a constant of the TFRecord format
+_ROTATION = 15  # bits; a constant of the masked checksum in the TFRecord format
 _ADDEND = 0xA282EAD8
 
 _VERSION = b"brain.Event:2"
@@ -304,8 +306,8 @@ class EventFile:
     """Append complete events to an event file in a folder.
 
     An event is written completely or not at all. If the disk is full, events are skipped with one warning. By contrast,
-    the first disk error ends the writer thread of torch's ``SummaryWriter`` and leaves a partial event, at which
-    TensorBoard stops reading.
+    in torch's ``SummaryWriter`` the first disk error ends the writer thread and leaves a partial event. TensorBoard
+    stops reading at a partial event.
 
     Args:
         folder: A local folder. The first event creates the folder and the file. TensorBoard follows only the newest
@@ -316,7 +318,7 @@ class EventFile:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        # The names must sort in the order of creation.
+        # File names must sort in the order of creation.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_COUNT):06d}"
         self.path = Path(folder) / name
         self.dashboard = Dashboard()
@@ -326,7 +328,7 @@ class EventFile:
         self._held = threading.local()
 
     def add(self, data: bytes) -> int:
-        """Append a serialized event, and return its size in bytes, or 0 if it was skipped."""
+        """Append a serialized event. Return its size in bytes, or 0 if it was skipped."""
         record = frame_record(data)
         held = getattr(self._held, "records", None)
         if held is not None:
@@ -336,14 +338,17 @@ class EventFile:
 
     @contextmanager
     def joined(self, lose: Callable[[int], object] = lambda nbytes: None) -> Iterator[None]:
-        """Hold the events that this thread adds, and append them together; ``lose`` gets the size of skipped ones."""
+        """Hold back the events of this thread and append them together at the end of the context.
+
+        ``lose`` is called with the total size of the skipped events in bytes, if the disk is full.
+        """
         held: list[bytes] = []
         self._held.records = held
         try:
             yield
         finally:
             self._held.records = None
-            # Together, or one by one until the disk has no more room.
+            # Append all events together. If that fails, append them one by one until the disk is full.
             if held and not self._append(b"".join(held)):
                 written = list(takewhile(self._append, held)) if len(held) > 1 else []
                 lose(sum(map(len, held)) - sum(map(len, written)))
@@ -363,7 +368,7 @@ class EventFile:
 
 
 def _version(now: float) -> bytes:
-    """Return the first event of a file, which has two fields: the time and the version of the format."""
+    """Return the first event of a file. It has two fields: the time and the version of the format."""
     return b"\x09" + struct.pack("<d", now) + b"\x1a" + bytes([len(_VERSION)]) + _VERSION
 
 
@@ -372,7 +377,7 @@ EVENT_FILES: SharedFiles[EventFile] = SharedFiles(EventFile)
 
 
 def frame_record(data: bytes) -> bytes:
-    """Return data as a TFRecord: with its length and the checksums of the length and of the data."""
+    """Return data as a TFRecord: the length, its checksum, the data, and their checksum."""
     from google_crc32c import value as checksum
 
     header = struct.pack("<Q", len(data))
@@ -382,9 +387,9 @@ def frame_record(data: bytes) -> bytes:
 def patch_crc32c(writer: SummaryWriter) -> bool:
     """Compute the checksums of a writer with ``google_crc32c``. Return True on success.
 
-    TensorBoard computes the checksums byte by byte in Python, in a thread that blocks the training thread: 0.1 ms per
-    histogram. The resulting file is identical. This is a no-op if the library is not installed or if the writer has an
-    unknown structure.
+    TensorBoard computes the checksums byte by byte in Python. This blocks the training thread for 0.1 ms per histogram,
+    although it runs in another thread. The resulting file is identical. This function is a no-op if the library is not
+    installed or if the writer has an unknown structure.
     """
     try:
         frame_record(b"")
@@ -407,11 +412,11 @@ _MAX_BINS = 64
 # The overhead of an event in the file: a length and two checksums.
 _RECORD_BYTES = 16
 
-# Events are encoded by hand, many tags at once, in the wire format of protocol buffers; the fields are those of Event,
-# Summary and HistogramProto in tensorboard/compat/proto. Messages of protobuf take several times as long, because each
-# value is an object.
+# Events are encoded without the protobuf library, many tags at once, in the wire format of protocol buffers. The fields
+# are defined by Event, Summary and HistogramProto in tensorboard/compat/proto. The library would take several times as
+# long, because each value is an object.
 
-# The key and the value of min, max, num, sum and sum_squares.
+# The field keys and values of min, max, num, sum and sum_squares.
 _NUMBERS = struct.Struct("<" + 5 * "Bd")
 
 
@@ -426,25 +431,25 @@ def _varint(number: int) -> bytes:
 
 
 def encoded_event(wall_time: float, step: int, summary: bytes) -> bytes:
-    """Return an ``Event``."""
+    """Return an encoded ``Event``. ``summary`` is an encoded ``Summary``."""
     number = b"\x10" + _varint(step & (1 << 64) - 1) if step else b""
     return b"\x09" + struct.pack("<d", wall_time) + number + b"\x2a" + _varint(len(summary)) + summary
 
 
 def _prefixed(prefix: str, tag: str) -> str:
-    """Return a tag below the prefix, if there is one. Tags of the recorders as such lie directly below it."""
+    """Return a tag with the prefix. With a prefix, the start ``recorder/`` of a tag is removed, as it is redundant."""
     return prefix + tag.removeprefix("recorder/") if prefix else tag
 
 
 @lru_cache(maxsize=1 << 13)
 def _tag(tag: str, prefix: str = "") -> bytes:
-    """Return the field with the tag of a value."""
+    """Return the encoded field for the tag of a value."""
     text = _prefixed(prefix, tag).encode()
     return b"\x0a" + _varint(len(text)) + text
 
 
 class ScalarTags:
-    """Encode the scalars of a fixed list of tags."""
+    """Encodes scalars for a fixed list of tags."""
 
     def __init__(self, tags: Iterable[str], prefix: str = "") -> None:
         packed = bytearray()
@@ -457,16 +462,16 @@ class ScalarTags:
         self._places = np.array(places, dtype=np.int64)[:, None] + np.arange(4)
 
     def summary(self, scalars: Iterable[float]) -> bytes:
-        """Return a ``Summary`` with a float32 for each tag."""
+        """Return an encoded ``Summary`` with a float32 for each tag."""
         packed = self._packed.copy()
-        with np.errstate(over="ignore"):  # becomes infinite, as in a message
+        with np.errstate(over="ignore"):  # a large value becomes infinite, as in the protobuf library
             values = np.fromiter(scalars, dtype=np.float64, count=len(self._places)).astype("<f4")
         packed[self._places] = values.view(np.uint8).reshape(-1, 4)
         return packed.tobytes()
 
 
 def histogram_summary(histograms: Mapping[str, Histogram], most: int, prefix: str = "") -> bytes:
-    """Return a ``Summary`` with the histograms that have a finite value, in at most ``most`` bins."""
+    """Return an encoded ``Summary`` with the histograms that have a finite value, in at most ``most`` bins each."""
     pieces = []
     parts: Iterable[tuple[str, Sums, CoarseHistogram]]
     if isinstance(histograms, TaggedHistograms):
@@ -501,17 +506,17 @@ class TensorBoardSink(Sink):
     The Custom Scalars page has one chart per statistic and group, with the most unusual modules and some others, unless
     the run already has a layout.
 
-    A histogram is written from its bins, merged to at most 64 (about 1.1 KB). Its ``min``, ``max``, ``sum`` and
-    ``sum_squares`` are exact, and so is ``num`` unless the histogram is based on a sample. A histogram without a finite
-    value is skipped, since TensorBoard cannot draw it. TensorBoard shows one graph per run, under Graphs: the one
-    written last, regardless of its tag. Files are not supported.
+    The bins of a histogram are merged to at most 64 (about 1.1 KB). Its ``min``, ``max``, ``sum`` and ``sum_squares``
+    are exact. So is ``num``, unless the histogram is based on a sample. A histogram without a finite value is skipped,
+    since TensorBoard cannot draw it. TensorBoard shows one graph per run, under Graphs: the last graph that was
+    written, regardless of its tag. Files are not supported.
 
     Args:
         writer: A ``SummaryWriter``, such as ``TensorBoardLogger.experiment``, or a folder. The sink does not close a
-            ``SummaryWriter``. A folder receives its own event file. All sinks of a local folder share one file. If its
-            disk is full, results are skipped with one warning.
-        prefix: The start of all tags in the file. The sink of a ``TensorBoardLogger`` has ``z_recorder/``, so that
-            TensorBoard, which sorts tags by name, shows them as one group behind your own metrics.
+            ``SummaryWriter``. In a folder, the sink creates its own event file. All sinks of a local folder share one
+            file. If its disk is full, results are skipped with one warning.
+        prefix: The start of all tags in the file. The sink of a ``TensorBoardLogger`` has the prefix ``z_recorder/``.
+            TensorBoard sorts tags by name, so the recorders' tags are one group after your own metrics.
     """
 
     any_thread = True
@@ -545,7 +550,7 @@ class TensorBoardSink(Sink):
         return self._add_event(Event(summary=custom_scalars(charts_by_group))) > 0
 
     def _pattern(self, tag: str) -> str:
-        """Return the regular expression for a tag of all data loaders."""
+        """Return a regular expression that matches a tag for any data loader."""
         return rf"^{re.escape(_prefixed(self._prefix, tag))}(/dataloader_idx_\d+)?$"
 
     @override
@@ -563,8 +568,8 @@ class TensorBoardSink(Sink):
         self.written_bytes -= nbytes
 
     def _add(self, step: int, summary: bytes) -> None:
-        # One event for all values: a writer waits for the disk after every ten events, and a model has hundreds of
-        # values.
+        # Write one event for all values. A SummaryWriter waits for the disk after every ten events, and a model has
+        # hundreds of values.
         if isinstance(self._writer, EventFile):
             self.written_bytes += self._writer.add(encoded_event(time.time(), step, summary))
             return
@@ -574,11 +579,11 @@ class TensorBoardSink(Sink):
         self.written_bytes += self._add_event(Event(summary=Summary.FromString(summary)), step)
 
     def _add_event(self, proto: Event, step: int = 0) -> int:
-        """Write an event, and return its approximate size in bytes, or 0 if it was skipped."""
+        """Write an event. Return its approximate size in bytes, or 0 if it was skipped."""
         if isinstance(self._writer, EventFile):
             proto.wall_time, proto.step = time.time(), step
             return self._writer.add(proto.SerializeToString())
-        # A private attribute: the public methods of torch's writer write one value each, or trace a model.
+        # Use a private method, because the public methods of torch's writer write single values or trace a model.
         self._writer._get_file_writer().add_event(proto, step)
         return int(proto.ByteSize()) + _RECORD_BYTES
 
@@ -607,7 +612,7 @@ class TensorBoardSink(Sink):
         from tensorboard.compat.proto.event_pb2 import Event
 
         for graph in graphs.values():
-            # add_graph would also write an empty profile.
+            # Do not use the writer's add_graph, which would also write an empty profile.
             self._add_event(Event(graph_def=to_graph_def(graph).SerializeToString()), step)
         return True
 

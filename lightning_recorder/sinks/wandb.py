@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 __all__ = ["WandbSink"]
 
-# The default of wandb.Histogram. Its maximum of 512 would make each row eight times larger, for a plot that draws each
-# bin narrower than a pixel.
+# The default number of bins of wandb.Histogram. The maximum of 512 would make each row eight times larger, although the
+# plot would draw each bin narrower than a pixel.
 _MAX_BINS = 64
 
-# wandb puts the key of an image into a path, whose components have at most 255 bytes, and adds 40 bytes of its own.
+# wandb uses the key of an image in a path and adds 40 bytes. A component of a path has at most 255 bytes.
 _LONGEST_PART_BYTES = 200
 _BYTES_OF_A_CHARACTER = 4
 
@@ -38,18 +38,18 @@ class WandbSink(Sink):
     """Write scalars, histograms, images and texts as rows of the run's history, and files and graphs as run files.
 
     Each call of a verb writes one row with the step in ``trainer/global_step``, which is the x-axis of Lightning's
-    ``WandbLogger``. A histogram is merged to at most 64 bins; a histogram without a finite value is skipped. A text is
-    a panel that shows its Markdown source. Files and the JSON of graphs are copied to ``recorder/`` in the run's files
-    and uploaded at once. SVG and HTML files are also shown as panels. A disabled run writes nothing.
+    ``WandbLogger``. A histogram is merged to at most 64 bins. A histogram without a finite value is skipped. A text is
+    shown as a panel with its Markdown source. Files and the JSON of graphs are copied to ``recorder/`` in the run's
+    files and uploaded immediately. SVG and HTML files are also shown as panels. A disabled run writes nothing.
 
     Args:
-        run: A ``wandb.Run``, such as ``WandbLogger.experiment``. The sink does not finish it.
-        log: A callable that writes values by key at a step, such as ``WandbLogger.log_metrics``, which adds the
-            logger's prefix. By default ``run.log`` is called with the step in ``trainer/global_step``.
+        run: A ``wandb.Run``, such as ``WandbLogger.experiment``. The sink does not finish the run.
+        log: A callable that takes values by key and a step and writes them, such as ``WandbLogger.log_metrics``, which
+            adds the logger's prefix. By default ``run.log`` is called with the step in ``trainer/global_step``.
 
     Note:
-        Thread-safe: each row is one message to the wandb process, so rows of two threads do not mix. A row that the
-        user's code has begun with ``commit=False`` is committed by the next row, as by any row of Lightning.
+        Thread-safe: each row is one message to the wandb process, so rows of two threads do not mix. If the user's code
+        has begun a row with ``commit=False``, the sink's next row commits it, as any row of Lightning does.
     """
 
     any_thread = True
@@ -79,7 +79,8 @@ class WandbSink(Sink):
 
     @override
     def write_text(self, step: int, texts: Mapping[str, str]) -> bool:
-        # wandb renders Markdown only in reports. The source is readable; in a table of one cell it would hardly be.
+        # wandb renders Markdown only in reports, so show its source. In a table with one cell, it would hardly be
+        # readable.
         return self._write_pages(
             step, {tag: f'<pre style="white-space: pre-wrap">{html.escape(text)}</pre>' for tag, text in texts.items()}
         )

@@ -27,11 +27,11 @@ REENTRANT = "CheckpointFunctionBackward"
 
 
 class Draft:
-    """A mutable node with the fields of :class:`Node`, which becomes a :class:`Node` at the end of the recording.
+    """A mutable node with the fields of :class:`Node`. It becomes a :class:`Node` when the recording ends.
 
-    A recording creates few objects that Python's garbage collector has to traverse. With ten objects for each function,
-    the collections alone took as long as the recording. The fields with a default are attributes of the class, as in
-    :class:`Node`, until they are set.
+    A recording creates few objects that Python's garbage collector has to traverse. With ten such objects for each
+    function, garbage collection took as long as the recording itself. Fields with a default value are class attributes
+    until they are set, as in :class:`Node`.
     """
 
     type_name: str = ""
@@ -76,29 +76,29 @@ class _DraftEdge:
 
 
 class GraphBuilder:
-    """Collects nodes in the order of time, identified by their position, and the edges between them."""
+    """Collects the nodes of a graph in execution order, and its edges. The id of a node is its position."""
 
     def __init__(self) -> None:
         self.nodes: list[Draft] = []
         self._of_kind: dict[Kind, list[int]] = {}
-        """The nodes of each kind but ``op``."""
+        """The node ids of each kind except ``op``."""
         self.given: dict[int, Given] = {}
-        """The functions with the arguments that are not tensors, by node."""
+        """The function of each node and its arguments that are not tensors, by node id."""
         # The key is a number and not a pair, since Python's garbage collector need not traverse numbers.
         self._edges: dict[int, TensorMeta | None] = {}
         """The first tensor of each edge, by source × 2³² + target."""
         self._repeated: dict[int, int] = {}
-        """The number of tensors on each edge with several."""
+        """The number of tensors of each edge that has more than one."""
         self._outputs: dict[int, tuple[int, ...]] = {}
-        """The place of each tensor among the outputs of the source, for edges with another output than the first."""
+        """The output indices of the tensors of each edge, unless all are the first output of the source."""
         self.compound: set[int] = set()
-        """The nodes for a custom ``autograd.Function`` after the modules that it has called."""
+        """The nodes of custom ``autograd.Function`` calls that call modules."""
         self.written: dict[str, list[int]] = {}
-        """The functions that take a parameter whose values another function has written, by its name."""
+        """By parameter name: the functions that use the parameter after another function has written to it."""
         self.in_place: list[int] = []
-        """The functions that wrote into a tensor that they took."""
+        """The functions that wrote to one of their inputs."""
         self._detached: set[int] = set()
-        """The edges that pass no gradient back, since no tensor on them requires one."""
+        """The edges that pass no gradient back, because no tensor of the edge requires a gradient."""
 
     def add(
         self,
@@ -121,20 +121,20 @@ class GraphBuilder:
     def add_op(
         self, name: str, parent: int, outputs: tuple[TensorMeta, ...], source: str, inputs: tuple[TensorMeta, ...]
     ) -> Draft:
-        """Add a function inside a module call and return its node; as :meth:`add`, but faster."""
+        """Add the node of a function inside a module call and return it. Faster than :meth:`add`."""
         nodes = self.nodes
         draft = Draft(len(nodes), "op", name, parent, nodes[parent].depth + 1, outputs, source, inputs)
         nodes.append(draft)
         return draft
 
     def of_kind(self, kind: Kind) -> Sequence[int]:
-        """Return the nodes of a kind other than ``op``, in the order of time."""
+        """Return the node ids of a kind other than ``op``, in execution order."""
         return self._of_kind.get(kind, ())
 
     def connect(
         self, source: int, target: int, tensor: TensorMeta | None, differentiable: bool = True, output: int = 0
     ) -> None:
-        """Record that a tensor, the output of this number of one node, is an input of another node."""
+        """Add an edge for one tensor. ``output`` is the index of the tensor among the outputs of the source."""
         ends = (source << 32) + target
         if output or ends in self._outputs:
             before = self._repeated.get(ends, 1) if ends in self._edges else 0
@@ -149,13 +149,16 @@ class GraphBuilder:
             self._detached.discard(ends)
 
     def connect_all(self, target: int, sources: list[int], tensors: list[TensorMeta], passing: list[bool]) -> None:
-        """Record all inputs of a function. ``passing`` tells which require a gradient; a negative source is ignored."""
+        """Add the edges of all inputs of a function. Negative sources are ignored.
+
+        ``passing`` is True for the inputs that require a gradient.
+        """
         nodes, edges = self.nodes, self._edges
         for source, tensor, passes in zip(sources, tensors, passing, strict=True):
             if source < 0:
                 continue
             if not nodes[source].outputs:
-                # A custom call whose results were not observed inside it, or only before a transform wrapped them.
+                # The outputs of this custom call were not observed, or only before a transform wrapped them.
                 nodes[source].outputs = (tensor,)
             ends = (source << 32) + target
             if ends in edges:
@@ -166,7 +169,7 @@ class GraphBuilder:
                 self._detached.add(ends)
 
     def note_outputs(self, target: int, sources: list[int], outputs: list[int]) -> None:
-        """Record the place of each input of a function among the outputs of its source."""
+        """Record the output index of each input of a function: its index among the outputs of its source."""
         places: dict[int, tuple[int, ...]] = {}
         for source, output in zip(sources, outputs, strict=True):
             ends = (source << 32) + target
@@ -178,18 +181,18 @@ class GraphBuilder:
         return (source << 32) + target in self._edges
 
     def used(self) -> set[int]:
-        """Return the nodes that edges leave."""
+        """Return the nodes with an outgoing edge."""
         return {key >> 32 for key in self._edges}
 
     def sources(self) -> dict[int, list[int]]:
-        """Return the sources of all edges into each node."""
+        """Return the sources of the incoming edges of each node."""
         before: dict[int, list[int]] = {}
         for key in self._edges:
             before.setdefault(key & _TARGET, []).append(key >> 32)
         return before
 
     def reached_by_gradient(self, starts: Iterable[int]) -> set[int]:
-        """Return the nodes that the gradients of backward passes reach, from these starts back to the leaves."""
+        """Return the nodes that gradients reach when backward passes begin at ``starts``."""
         begins = set(starts)
         nodes, detached = self.nodes, self._detached
         if self.compound or any(REENTRANT in names for names in {node.autograd for node in nodes}):
@@ -197,8 +200,8 @@ class GraphBuilder:
         found = set(begins)
         passed = set[int]()
         target = -1
-        # The edges into a node were added one after another, before those that leave it, so in reverse order one pass
-        # is enough.
+        # The incoming edges of a node are contiguous and precede its outgoing edges. So one pass in reverse order is
+        # enough.
         for ends in reversed(self._edges):
             number = ends & _TARGET
             if number != target:
@@ -215,21 +218,21 @@ class GraphBuilder:
         return found
 
     def _reached_through_checkpoints(self, begins: set[int]) -> set[int]:
-        """Return the result of :meth:`reached_by_gradient` for a recording with reentrant checkpoints or the like.
+        """Return the result of :meth:`reached_by_gradient` for a recording with reentrant checkpoints.
 
-        A custom ``autograd.Function`` that calls modules, as in a reversible network, may give their parameters
-        gradients in its own backward pass.
+        Also handles custom ``autograd.Function`` classes that call modules, as in a reversible network. The backward
+        method of such a function may compute the gradients of the modules' parameters.
         """
         before = self.sources()
         found = dict.fromkeys(begins, False)
-        """The nodes that were reached, with True for those inside a reentrant checkpoint or a custom function."""
+        """The reached nodes. The value is True inside a reentrant checkpoint or a custom function."""
         nodes, detached = self.nodes, self._detached
         todo = list(found)
         while todo:
             number = todo.pop()
             node = nodes[number]
             names = node.autograd
-            # torch's backward graph contains only the last node of what a reentrant checkpoint computes.
+            # For a reentrant checkpoint, torch's backward graph contains only the last node.
             inside = REENTRANT in names or number in self.compound or (found[number] and not names)
             if not (inside or _passes_gradient(node, number in begins)):
                 continue
@@ -242,9 +245,10 @@ class GraphBuilder:
         return set(found)
 
     def backward_passes(self) -> list[int]:
-        """Return the backward passes that give parameters a gradient.
+        """Return the backward passes that compute gradients of parameters.
 
-        ``torch.autograd.grad`` is one if a parameter is among its arguments, and otherwise a function of the model.
+        A ``torch.autograd.grad`` call with a parameter among its arguments is a backward pass. Any other call of it is
+        a function of the model.
         """
         passes = self.of_kind("backward")
         if all(self.nodes[number].name != "grad" for number in passes):
@@ -269,11 +273,11 @@ class GraphBuilder:
         return found
 
     def taking_gradients(self) -> set[int]:
-        """Return the nodes that take a tensor that requires a gradient."""
+        """Return the nodes with an input that requires a gradient."""
         return {key & _TARGET for key in self._edges if key not in self._detached}
 
     def without_gradient(self, users: Set[int]) -> dict[int, TensorMeta | None]:
-        """Return the nodes of which these users take no result with a gradient, with the first result they take."""
+        """Return the nodes that feed ``users`` only tensors that require no gradient, with the first such tensor."""
         passing = {key >> 32 for key in self._edges if key not in self._detached and key & _TARGET in users}
         found: dict[int, TensorMeta | None] = {}
         for key, meta in self._edges.items():
@@ -289,8 +293,8 @@ class GraphBuilder:
     def finish(self, scope: str, parameters: int, scopes: Mapping[int, str], unused: Unused, *, ended: bool) -> Graph:
         """Return the graph recorded so far.
 
-        ``scope`` is the recorded method of the model, and ``scopes`` has the part of each node; empty for a missing
-        node. If the recording has ended, its drafts become the nodes, and it cannot go on.
+        ``scope`` is the recorded method of the model. ``scopes`` maps node ids to scopes, such as ``loss``; a missing
+        node has the scope "". With ``ended``, the drafts themselves become the nodes, so the recording cannot go on.
         """
         drafts = self.nodes if ended else [copy(each) for each in self.nodes]
         for number, given in self.given.items():
@@ -305,12 +309,12 @@ class GraphBuilder:
                 edges[place].outputs = self._outputs[key]
         self._note_in_place(drafts)
         used = {each.source for each in edges}
-        # A tensor that only callbacks took has no edge.
+        # A tensor that only callbacks used has no edge.
         drafts = [each for each in drafts if each.id in used or each.kind not in _FROM_OUTSIDE]
         return Graph(tuple(_frozen(Node, drafts)), tuple(_frozen(Edge, edges)), scope, parameters, unused=unused)
 
     def _note_in_place(self, drafts: Sequence[Draft]) -> None:
-        """Note the functions that wrote into a tensor that they took, and the calls that did nothing else."""
+        """Mark functions that wrote to one of their inputs, and module calls that consist of one such function."""
         for number in self.in_place:
             around = drafts[number].parent or 0
             alone = number == around + 1 and (number + 1 == len(drafts) or drafts[number + 1].parent != around)
@@ -323,12 +327,12 @@ _FROM_OUTSIDE = ("parameter", "buffer", "tensor")
 
 
 def _passes_gradient(node: Draft, begins: bool) -> bool:
-    # Any other node without autograd nodes, such as ``detach``, stops the gradient; an identity passes it on.
+    # An identity passes the gradient on. Any other node without autograd nodes, such as ``detach``, stops it.
     return bool(node.autograd) or begins or node.name == "identity"
 
 
 def _frozen(kind: type[Frozen], drafts: list[Any]) -> list[Frozen]:
-    """Turn drafts into objects of a frozen dataclass with the same fields, in an eighth of the time to create them."""
+    """Turn drafts into instances of a frozen dataclass with the same fields. Creating new ones takes 8 × as long."""
     for each in drafts:
         each.__class__ = kind
     return drafts
@@ -342,7 +346,7 @@ def meta_of(tensor: Tensor) -> TensorMeta:
 
 
 def metas_of(tensors: Sequence[Tensor]) -> tuple[TensorMeta, ...]:
-    """Return the shape, dtype and device of each of several tensors."""
+    """Return the shape, dtype and device of each tensor."""
     if len(tensors) == 1:
         tensor = tensors[0] if type(tensors[0]) in _PLAIN else without_class(tensors[0])
         shape = tensor.shape if type(tensor) is Tensor and not tensor.is_nested else _shape(tensor)
@@ -351,7 +355,7 @@ def metas_of(tensors: Sequence[Tensor]) -> tuple[TensorMeta, ...]:
 
 
 def interned(metas: list[TensorMeta]) -> tuple[TensorMeta, ...]:
-    """Return a tuple that is shared with other nodes, to save memory."""
+    """Return the descriptions as a tuple that nodes share, to save memory."""
     key = tuple(map(id, metas))
     known = _tuples.get(key)
     if known is None:
@@ -361,14 +365,15 @@ def interned(metas: list[TensorMeta]) -> tuple[TensorMeta, ...]:
     return known
 
 
-# Keyed by ids, since hashing a TensorMeta takes several times as long. The values keep the ids from being reused.
+# Keyed by ids, since hashing a TensorMeta takes several times as long. The values keep the objects alive, so no id is
+# reused.
 _tuples: dict[tuple[int, ...], tuple[TensorMeta, ...]] = {(): ()}
 _MOST_TUPLES = 1024
 
 
 @lru_cache(1024)
 def described(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[TensorMeta]:
-    """Return the description of a tensor with these properties, in a tuple that equal tensors share."""
+    """Return a one-element tuple with a tensor's description. Equal tensors share the tuple."""
     return (TensorMeta(tuple(shape), str(dtype).removeprefix("torch."), str(device)),)
 
 
@@ -379,5 +384,5 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
         sizes = () if is_uninitialized(tensor) else tuple(tensor.shape)
     except (RuntimeError, TypeError):
         return ()
-    # A nested tensor has sizes that are not integers. Reading a symbolic size as an integer would specialize it.
+    # The sizes of a nested tensor are not all integers. Reading a symbolic size as an integer would specialize it.
     return tuple([size if type(size) is int else -1 for size in sizes])

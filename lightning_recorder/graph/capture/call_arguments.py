@@ -1,4 +1,4 @@
-"""The arguments of calls that are not tensors, such as a stride or a dimension."""
+"""The non-tensor arguments of calls, such as a stride or a dimension."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from lightning_recorder.privacy import hide_secrets
 
 __all__ = ["Given", "describe_arguments", "describe_module", "in_order", "plain_arguments", "prepare"]
 
-_LONGEST = 200  # characters of one value
-_MOST_ENTRIES = 16  # of a tuple
-_WITHOUT_EFFECT = ("inplace",)  # on the computed values
-_TYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}  # as torch reads them
-_RENAMED = {"split_size_or_sections": "split_size"}  # as the method has it
+_LONGEST = 200  # maximum number of characters of one value
+_MOST_ENTRIES = 16  # maximum number of entries of a tuple
+_WITHOUT_EFFECT = ("inplace",)  # arguments that do not change the computed values
+_TYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}  # torch's conversions
+_RENAMED = {"split_size_or_sections": "split_size"}  # from the name in the function to the name in the method
 _BY_INDEX = ("__getitem__", "__setitem__")
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class Given(NamedTuple):
-    """A function with its arguments, in which other values stand for tensors."""
+    """A function with its arguments. Each tensor is replaced by a placeholder."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -38,7 +38,7 @@ class Given(NamedTuple):
 
 
 def plain_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Given | None:
-    """Return the arguments of a call without its tensors; ``None`` if there are no others."""
+    """Return the arguments of a call with placeholders for tensors; ``None`` if all arguments are tensors or None."""
     plain = tuple([each if type(each) in PLAIN else _without_tensors(each) for each in args])
     named = {name: _without_tensors(each) for name, each in kwargs.items()} if kwargs else {}
     if all(each is TENSOR or each is None for each in (*plain, *named.values())):
@@ -64,7 +64,7 @@ def _without_tensors(value: Any) -> Any:
 
 
 def _all_or_tensor(values: tuple[Any, ...]) -> Any:
-    """Return some values, or one placeholder if all are tensors."""
+    """Return the values, or a single placeholder if all values are tensors."""
     return TENSOR if values and all(each is TENSOR for each in values) else values
 
 
@@ -87,13 +87,13 @@ def describe_arguments(given: Given) -> tuple[tuple[str, str], ...]:
 
 
 def _by_signature(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of a Python function by name, or by their place if the name is not known."""
+    """Return the arguments of a Python function's call by name, or by position if the name is unknown."""
     names, rest, defaults = _signature(function)
     named = dict(zip(names, args, strict=False))
     more = args[len(names) :]
     if more and rest:
         named[rest] = _all_or_tensor(more)
-    else:  # an argument without a known name keeps its place, so that another value is another setting
+    else:  # an argument of unknown name is keyed by its position, so that different values are different settings
         named |= {str(place): each for place, each in enumerate(more, len(names))}
     named |= kwargs
     return {
@@ -111,7 +111,7 @@ def _shown(value: Any, name: str = "") -> str:
 
 
 def _index(value: Any) -> str:
-    """Return an index as it is written between brackets."""
+    """Return an index as it is written in the code, without the brackets."""
     parts = value if isinstance(value, tuple) else (value,)
     return ", ".join(
         _slice(each) if isinstance(each, slice) else "..." if each is ... else _shown(each) for each in parts
@@ -126,16 +126,16 @@ def _slice(value: slice) -> str:
 
 
 def prepare() -> None:
-    """Let torch list the parameters of its functions.
+    """Make torch build and cache the list of its functions' parameters.
 
-    It sets filters for warnings meanwhile, whereupon Python shows each warning again. Called before a training, this
-    repeats none of the training.
+    torch changes the warning filters meanwhile. That makes Python forget which warnings it has shown. Call this before
+    the training, so that no warning of the training is shown twice.
     """
     get_testing_overrides()
 
 
 def in_order(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield keyword arguments in the order of the parameters of a function, however the call orders them."""
+    """Yield the values of keyword arguments in the order of the function's parameters."""
     tensors = sum(isinstance(each, Tensor) for each in kwargs.values())
     names = _signature(function)[0] if tensors > 1 else ()
     yield from (kwargs[name] for name in names if name in kwargs)
@@ -144,10 +144,10 @@ def in_order(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Iterato
 
 @lru_cache(4096)
 def _signature(function: Callable[..., Any]) -> tuple[tuple[str, ...], str, dict[str, Any]]:
-    """Return the positional parameters of a function, the one that takes any further arguments, and the defaults."""
+    """Return a function's positional parameters, the name of its ``*args`` parameter ("" if none), and its defaults."""
     if getattr(function, "__name__", "") in _BY_INDEX:
         return ("self", "index", "value"), "", {}
-    # torch lists the parameters of functions that have no signature, or one that accepts anything.
+    # For functions without a signature, or whose signature accepts anything, use torch's own list of parameters.
     for described in (function, get_testing_overrides().get(function)):
         try:
             parameters = inspect.signature(described).parameters.values()  # type: ignore[arg-type]  # None raises
@@ -161,14 +161,14 @@ def _signature(function: Callable[..., Any]) -> tuple[tuple[str, ...], str, dict
 
 
 def describe_module(module: nn.Module) -> tuple[tuple[str, str], ...]:
-    """Return the settings that a module shows in ``extra_repr``, such as its stride; the first ones have no name."""
+    """Return names and values of the settings in a module's ``extra_repr``. The name of a positional setting is ""."""
     return _parsed(read_extra_repr(module))
 
 
 @lru_cache(4096)
 def _parsed(text: str) -> tuple[tuple[str, str], ...]:
     """Return the names and values in the text of ``extra_repr``."""
-    # The address of an object differs in each run.
+    # Remove addresses of objects: they differ in each run.
     text = re.sub(r" at 0x[0-9A-Fa-f]+", "", text)
     pairs = [re.fullmatch(r"(?:([A-Za-z_]\w*)=)?(.*)", part.strip(), re.DOTALL) for part in _split(text)]
     found = [(each[1] or "", each[2]) for each in pairs if each is not None and each[2]]
@@ -178,7 +178,7 @@ def _parsed(text: str) -> tuple[tuple[str, str], ...]:
 
 
 def _split(text: str) -> Iterator[str]:
-    """Yield the parts between the commas of a text that are not inside brackets."""
+    """Split a text at the commas and line breaks that are not inside brackets."""
     depth, start = 0, 0
     for place, letter in enumerate(text):
         depth += (letter in "([{<") - (letter in ")]}>")

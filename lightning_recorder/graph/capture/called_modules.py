@@ -17,42 +17,42 @@ from lightning_recorder.internals.module_tree import class_name, is_scripted
 __all__ = ["CalledModules"]
 
 _Description = tuple[str, int, int, tuple[tuple[str, str], ...]]
-"""Class, number of own parameter elements, number of those below, settings."""
+"""Class name, parameter count of the module itself, parameter count including its submodules, settings."""
 
 
 class CalledModules:
-    """Describes the modules of calls after the step.
+    """Describes the modules of the recorded calls once the step has ended.
 
-    Lazy modules then have their final class and parameters, and the ``extra_repr`` of users may take any time.
+    By then, lazy modules have their final class and parameters. A slow ``extra_repr`` does not delay the step.
     """
 
     def __init__(self, nodes: Sequence[Draft], calls: Sequence[Call]) -> None:
         self._nodes = nodes
         self._calls = calls
         self._modules: dict[int, int] = {}
-        """The id of the module of each call that is described later."""
+        """By node of a call: the id of the module, which is described later."""
         self._settings: dict[int, tuple[weakref.ref[nn.Module], tuple[tuple[str, str], ...]]] = {}
-        """The settings of each module by its id, since ``extra_repr`` is code of the user, which runs once."""
+        """The settings of each module, by its id. They are cached so that a user's ``extra_repr`` runs only once."""
         self._recomputed: set[int] = set()
         """The ids of the modules that a checkpoint called again."""
         self._hidden: dict[int, int] = {}
-        """The number of all parameters below the module of each call whose inside is not observed."""
+        """By node of a call whose inside is not observed: the number of all parameters of its module."""
 
     def note(self, node: int, module: nn.Module) -> None:
-        """Remember the module of a call, which is described if it lives until the end of the step."""
+        """Remember the module of a call, to describe it at the end of the step if it still exists."""
         self._nodes[node].type_name = class_name(type(module))
         self._modules[node] = id(module)
 
     def note_recomputed(self, module: nn.Module) -> None:
-        """Remember that a module was called again in a backward pass, by a checkpoint."""
+        """Remember that a checkpoint called a module again during a backward pass."""
         self._recomputed.add(id(module))
 
     def note_hidden(self, node: int, parameters: int) -> None:
-        """Count all parameters below a module for its call, since no calls of its submodules are observed."""
+        """Set the parameter count of a call whose submodule calls are not observed, including the submodules."""
         self._hidden[node] = self._nodes[node].parameters = parameters
 
     def leave(self, node: int, module: nn.Module) -> None:
-        """Describe a module that is not registered at the end of its call, since it may be freed in the step."""
+        """Describe an unregistered module when its call ends, since the module may be freed during the step."""
         if node not in self._modules:
             script = is_scripted(module)
             draft = self._nodes[node]
@@ -67,7 +67,7 @@ class CalledModules:
         return self._settings[key][1]
 
     def describe(self, names: ModelNames) -> None:
-        """Describe the modules of the calls that have ended and of those in progress."""
+        """Describe the modules of all calls, including calls in progress."""
         counts = names.parameter_counts()
         known: dict[int, _Description] = {}
         nodes, hidden = self._nodes, self._hidden
@@ -81,7 +81,7 @@ class CalledModules:
                 found = known[key] = class_name(type(module)), own, below, self._settings_of(module, key)
             draft = nodes[node]
             draft.type_name, draft.parameters, draft.total_parameters, draft.arguments = found
-            if key in self._recomputed and RECOMPUTED not in draft.note:  # a graph may be asked for again
+            if key in self._recomputed and RECOMPUTED not in draft.note:  # describe may run more than once
                 draft.note = f"{draft.note}, {RECOMPUTED}".removeprefix(", ")
             if node in hidden:
                 draft.parameters = hidden[node]

@@ -31,9 +31,9 @@ class CaptureMode(TorchFunctionMode):
 
     Args:
         recording: The recording.
-        watching: Returns whether the current call is part of the recording.
-        guarded: Calls a function without observing the torch functions in it. An error ends the recording.
-        broken: Ends the recording after an error of its own.
+        watching: Returns True if the current call is part of the recording.
+        guarded: Calls a function without observing its torch functions. If it raises, the recording ends.
+        broken: Ends the recording after an internal error.
         pause: Removes this mode during a module's call.
     """
 
@@ -52,14 +52,14 @@ class CaptureMode(TorchFunctionMode):
         self._broken = broken
         self.pause = pause
         self._note = recording.fast_path.note
-        # Each function that needs no special treatment, with its name.
+        # The names of the functions that need no special treatment.
         self._usual: dict[Any, str] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._watching():
             return func(*args, **kwargs) if kwargs else func(*args)
-        # No mode is active inside this method, so the internals of func are not observed: neither the parts of a
-        # composite function nor a backward pass.
+        # No mode is active inside this method, so torch functions that func calls are not observed, as in a composite
+        # function or a backward pass.
         name = self._usual.get(func)
         if name is None or kwargs or current_function_mode() is not None:
             return self._record(func, args, kwargs or {})
@@ -72,7 +72,7 @@ class CaptureMode(TorchFunctionMode):
                 return self._record(func, args, {})
         try:
             before: list[int | None] = [*map(counted_version, inputs)]
-        except RuntimeError:  # inference tensors do not count what is written into them
+        except RuntimeError:  # inference tensors have no version counter
             return self._record(func, args, {})
         start = sequence_number()
         try:
@@ -129,7 +129,7 @@ class CaptureMode(TorchFunctionMode):
         if func is torch.autograd.grad:
             guarded(recording.note_grad, inputs, result)
         else:
-            # Not by _guarded: this is called for each function.
+            # _guarded is not used here, to avoid its overhead on each function.
             try:
                 with without_functions():
                     ended = 0.0 if costs is None else time.perf_counter()

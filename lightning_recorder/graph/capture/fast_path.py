@@ -1,4 +1,4 @@
-"""The usual function call, recorded in one method."""
+"""A fast path that records the usual function call in one method."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["FastPath"]
 
 
 class FastPath:
-    """Records a function of the model that returns one new tensor and takes tensors whose nodes are known.
+    """Records functions of the model that return one new tensor and whose input tensors have known nodes.
 
-    Its nodes and edges are those of ``StepRecording.note_function``, which handles all other cases. It makes few calls,
-    because recording a tiny function takes several times as long as the function itself.
+    Adds the same nodes and edges as ``StepRecording.note_function``, which handles all other cases. The code makes few
+    Python calls, because recording a tiny function takes several times as long as the function itself.
     """
 
     def __init__(self, builder: GraphBuilder, origins: TensorOrigins, calls: Sequence[Call], outermost: bool) -> None:
@@ -44,7 +44,7 @@ class FastPath:
         start: int,
         result: Tensor,
     ) -> bool:
-        """Record a call of a function that wrote into none of its inputs; return False to fall back.
+        """Record a call of a function that wrote to none of its inputs. Return False to fall back.
 
         ``start`` is the sequence number of the backward graph before the call.
         """

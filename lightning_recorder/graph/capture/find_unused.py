@@ -17,7 +17,7 @@ __all__ = ["find_unused"]
 
 _DETACHING = ("detach", "data")
 _FLOATING = ("float", "bfloat", "complex")
-# The names or ends of names of functions that take only the shape, dtype and device of a tensor, or of the second one.
+# Endings of the names of functions that use only the shape, dtype or device of a tensor, which may be the second one.
 _LIKE = ("_like", "_as", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "new_empty_strided")
 
 
@@ -29,10 +29,10 @@ def find_unused(
     opaque: Iterable[int],
     gradients: Gradients,
 ) -> Unused:
-    """Return the parts of a model that were not used or not trained, and mark the nodes among them.
+    """Return the modules and parameters that were not used or not trained, and set the notes of their nodes.
 
-    ``parameters`` are True where a gradient is required. The inside of ``opaque`` calls was not observed. ``gradients``
-    are the parameters that recorded backward passes gave a gradient and optimizer steps updated.
+    ``parameters`` maps each name to True if the parameter requires a gradient. The inside of ``opaque`` calls was not
+    observed. ``gradients`` has the parameters that got a gradient or were updated during the recording.
     """
     nodes, given = builder.nodes, gradients.given
     reached = _reached(builder)
@@ -52,7 +52,7 @@ def find_unused(
                 node.note = "no gradient"
     unregistered: dict[str, None] = {}
     if reached is not None and builder.of_kind("optimizer"):
-        # Only those in containers, such as ``blocks[0]``: any other module may be a copy that the step has made.
+        # Only modules in Python containers, such as ``blocks[0]``: any other module may be a copy made in the step.
         others = {number: name for number in numbers if "[" in (name := nodes[number].name) and name not in parameters}
         for number, name in others.items():
             if number in reached and name not in gradients.updated:
@@ -68,18 +68,18 @@ def find_unused(
 
 
 def _written(builder: GraphBuilder, reached: set[int]) -> set[str]:
-    """Return the parameters whose values a function has written, and that get a gradient from a later one."""
+    """Return the parameters that a function wrote to and that get a gradient from a later function."""
     return {name for name, users in builder.written.items() if not reached.isdisjoint(users)}
 
 
 def _reached(builder: GraphBuilder) -> set[int] | None:
-    """Return the nodes that gradients reach from the backward passes, or else from the results of the model.
+    """Return the nodes that gradients reach from the backward passes, or from the model's results if there are none.
 
-    ``None`` if nothing that was recorded is differentiable, as in a validation step.
+    Returns ``None`` if no recorded function is differentiable, as in a validation step.
     """
     nodes = builder.nodes
     starts = builder.backward_passes()
-    if all(nodes[number].name == "grad" for number in starts):  # of a model that updates parameters itself
+    if all(nodes[number].name == "grad" for number in starts):  # the model may update its parameters itself
         starts = [*starts, *builder.of_kind("output")]
     if not any(node.autograd for node in nodes):
         return None
@@ -92,7 +92,7 @@ def _reached(builder: GraphBuilder) -> set[int] | None:
 def _never_called(
     root: nn.Module, registered: Set[str], builder: GraphBuilder, opaque: set[str], given: Collection[str]
 ) -> Iterable[str]:
-    """Yield the outermost registered modules of which neither a call nor a tensor was recorded, nor a gradient."""
+    """Yield the outermost registered modules without any recorded call, tensor or gradient."""
     kinds: tuple[Kind, ...] = ("module", "parameter", "buffer")
     recorded = {builder.nodes[number].name for kind in kinds for number in builder.of_kind(kind)}.union(given)
     if registered <= recorded:
@@ -108,14 +108,14 @@ def _never_called(
         if name in used or any(name.startswith(f"{each}." if each else "") for each in opaque):
             continue
         unused.add(name)
-        # A container without entries has nothing to call. A metric is updated in other steps.
+        # An empty container cannot be called. A metric may be updated in other steps.
         empty = class_attribute(type(module), "forward") is nn.Module.forward and not any(children_of(module))
         if name.rpartition(".")[0] not in unused and not empty and not is_metric(module):
             yield name
 
 
 def _joined(names: list[str], parameters: Mapping[str, bool]) -> Iterable[str]:
-    """Return the outermost modules whose parameters are all in a list, and the other parameters by themselves."""
+    """Shorten a list of parameters: replace all parameters of a module by the name of the outermost such module."""
     if not names:
         return ()
     others = {""} if len(names) < len(parameters) else set[str]()
@@ -132,11 +132,11 @@ def _joined(names: list[str], parameters: Mapping[str, bool]) -> Iterable[str]:
 
 
 def _stops(builder: GraphBuilder, reached: set[int] | None) -> Iterable[str]:
-    """Yield the functions that take a tensor with a gradient and pass none back, although their result is used."""
+    """Yield the functions that stop the gradient: they have an input that requires one, and their result is used."""
     if reached is None:
         return
     nodes = builder.nodes
-    # To write to a parameter without autograd, as in a projection of weights, stops nothing.
+    # Writing to a parameter without autograd, as in a projection of weights, stops no gradient.
     written = _written(builder, reached)
     writing = {user for name in written for user in builder.written[name]}
     if written:
@@ -162,7 +162,7 @@ def _may_stop(node: Draft) -> bool:
 
 
 def _reason(node: Draft, used: TensorMeta | None) -> str:
-    """Return why a function stops the gradient. ``used`` is the first of its results that are used."""
+    """Return the reason why a function stops the gradient. ``used`` is the first of its outputs that is used."""
     if node.name in _DETACHING:
         return "detach"
     if node.kind == "backward":

@@ -1,4 +1,4 @@
-"""A call of a torch function: its name, the tensors it takes, and its caller."""
+"""A call of a torch function: its name, its input tensors, and its caller."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
     "writes",
 ]
 
-# Types that cannot hold tensors, checked first because every argument of every function is checked.
+# Types that cannot hold tensors. They are checked first, because every argument of every function is checked.
 _OF_PYTHON = (type(None), type(...), bool, int, float, str, complex, slice, range)
 PLAIN = frozenset((*_OF_PYTHON, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format))
 _SEQUENCES = (tuple, list)
@@ -45,7 +45,7 @@ _SAME = {
 }
 
 # A trainer's own arithmetic on the loss (dividing it by the number of micro-batches, scaling it, logging it) is not
-# part of the model. Neither is that of an optimizer.
+# part of the model. Neither is the arithmetic of an optimizer.
 _TRAINERS = (
     "lightning.",
     "lightning_fabric.",
@@ -55,12 +55,13 @@ _TRAINERS = (
     "torch.amp.grad_scaler",
 )
 _MODELS_AMONG_THEM = ".demos."  # the models that Lightning ships
-# Lightning's functions that run the code of users which is not the model: callbacks and loggers.
+# Lightning's functions that run callbacks and loggers: code of users that is not part of the model.
 _RUNS_CALLBACKS = "_call_callback_hooks"
 _RUNS_LOGGERS = ".logger_connector"
 # DistributedDataParallel inserts an autograd.Function of its own between the model and its output.
 _WRAPPER = "torch.nn.parallel.distributed"
-# A metric is attributed to the code that calls it: the model, or the trainer that logs.
+# Packages that are skipped in the search for the caller. So a metric is attributed to the code that calls it: the
+# model, or the trainer that logs.
 _BETWEEN = ("torch", "torchmetrics", "lightning_recorder", "contextlib", "functools")
 
 
@@ -75,7 +76,7 @@ def function_name(func: Any) -> str:
 
 
 def writes(func: Any) -> bool:
-    """Return True if the name of a function says that it writes into its first argument."""
+    """Return True if, by its name, a function writes to its first argument."""
     name = getattr(func, "__name__", "")
     return name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__") or (
         name.endswith("_") and not name.endswith("__")
@@ -83,7 +84,7 @@ def writes(func: Any) -> bool:
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors among some values and nested inside them, in order."""
+    """Return the tensors in the values, at any depth of nesting, in order."""
     found: list[Tensor] = []
     for each in values:
         kind: type = type(each)
@@ -105,7 +106,7 @@ class _Part(Enum):
     CUSTOM_CALL = 5
 
 
-# As globals, since each frame is compared with several of them.
+# Globals are faster than attributes of the enumeration: each frame is compared with several of them.
 _BETWEEN_PART, _MODEL_PART = _Part.BETWEEN, _Part.MODEL
 _FOREIGN_PART, _MODULE_CALL, _CUSTOM_CALL = _Part.FOREIGN, _Part.MODULE_CALL, _Part.CUSTOM_CALL
 
@@ -114,11 +115,11 @@ _FOREIGN_PART, _MODULE_CALL, _CUSTOM_CALL = _Part.FOREIGN, _Part.MODULE_CALL, _P
 class CustomCall:
     """A call of a custom ``autograd.Function`` that is in progress."""
 
-    function: type  # the class
-    frame: int  # an identifier that distinguishes calls that are in progress at the same time
+    function: type  # the subclass of ``autograd.Function``
+    frame: int  # the id of the call's frame, which distinguishes calls that are in progress at the same time
     arguments: Any  # the positional and keyword arguments of the call
     depth: int = 1  # the number of nested calls in progress, including this one
-    new: bool = True  # True if nothing was recorded inside this call before
+    new: bool = True  # True if this is the first function recorded inside the call
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Caller:
 
     trainer: bool = False  # True if the trainer or an optimizer made the call, False if the model did
     source: str = ""  # the line of the model's code, such as ``models/net.py:42``; empty if there is none
-    custom: CustomCall | None = None  # the call of an ``autograd.Function`` that encloses the call
+    custom: CustomCall | None = None  # the enclosing call of an ``autograd.Function``
 
 
 _OF_TRAINER = Caller(trainer=True)
@@ -136,14 +137,14 @@ _OF_TRAINER = Caller(trainer=True)
 def find_caller(*, outermost: bool = False, skip: int = 0) -> Caller:
     """Find the caller of the function that is being recorded.
 
-    The first frame outside of torch and this package decides. The search for an ``autograd.Function`` ends at the call
-    of a module, because the work of a module inside such a function belongs to the module. If several are nested, the
-    outermost one counts.
+    The innermost frame outside of torch and this package is the caller. The search for an enclosing
+    ``autograd.Function`` ends at a module call, because the functions in a module belong to the module. If several
+    ``autograd.Function`` calls are nested, the outermost one is returned.
 
     Args:
-        outermost: Also search for the trainer around the caller. Code of a user that the trainer runs as a callback or
-            a logger counts as the trainer's.
-        skip: The number of frames around this function to leave out. They must belong to this package.
+        outermost: Also search the frames around the caller for the trainer. Callbacks and loggers that the trainer
+            runs then count as the trainer.
+        skip: The number of calling frames to skip. They must belong to this package.
     """
     frame: FrameType | None = sys._getframe(1 + skip)
     deciding: FrameType | None = None
@@ -173,7 +174,7 @@ def find_caller(*, outermost: bool = False, skip: int = 0) -> Caller:
         else:
             if deciding is None or (outermost and part is _FOREIGN_PART):
                 return _OF_TRAINER if custom is None else Caller(True, "", custom)
-            # No function of the model can be in progress outside of a trainer's frame.
+            # The frames around a trainer's frame cannot belong to the model.
             break
         if deciding is not None and not looking and not outermost:
             break
@@ -182,7 +183,7 @@ def find_caller(*, outermost: bool = False, skip: int = 0) -> Caller:
     return known if custom is None else Caller(False, known.source, custom)
 
 
-# Keyed by the code and the position in it: computing a line number takes longer than the rest of the search.
+# Keyed by the id of the code and the offset in it: computing a line number takes longer than the rest of the search.
 _callers: dict[tuple[int, int], Caller] = {}
 
 
@@ -195,13 +196,15 @@ def _new(frame: FrameType) -> Caller:
 def _custom_call(function: type, frame: FrameType, inside: CustomCall | None) -> CustomCall:
     given = frame.f_locals
     depth = 1 if inside is None else inside.depth + 1
-    # The next call may reuse the address of this frame, and a reference to the frame would keep its tensors alive. So
-    # the frame itself is marked, by an attribute that only debuggers read; it is a frame of torch's own code.
+    # The id of a frame does not identify a call, because the next call may reuse the address. A reference to the frame
+    # would keep its tensors alive. So the frame, which is one of torch's, is marked by an attribute that only debuggers
+    # read.
     new, frame.f_trace_lines = frame.f_trace_lines, False
     return CustomCall(function, id(frame), (given.get("args"), given.get("kwargs")), depth, new)
 
 
-# Keyed by the id of the code object, which is kept alive beside it: hashing it would visit all of its constants.
+# Keyed by the id of the code object, because hashing a code object visits all of its constants. ``_codes`` keeps the
+# code objects alive, so that no id is reused.
 _parts: dict[int, _Part] = {}
 _codes: list[CodeType] = []
 
@@ -224,13 +227,13 @@ def _part_of(module: str, function: str) -> _Part:
             return _Part.MODEL
         foreign = function == _RUNS_CALLBACKS or _RUNS_LOGGERS in module
         return _Part.FOREIGN if foreign else _Part.TRAINER
-    # A custom function mode lies between a function and its caller.
+    # The frame of another function mode lies between a function and its caller.
     return _Part.BETWEEN if module.partition(".")[0] in _BETWEEN or function == "__torch_function__" else _Part.MODEL
 
 
 @lru_cache
 def _short_path(path: str) -> str:
-    """Return the path of a file without the part that differs from machine to machine."""
+    """Return the path of a file without the folders that differ between machines."""
     for folder in ("site-packages", "dist-packages"):
         _, found, inside = path.replace("\\", "/").rpartition(f"/{folder}/")
         if found:

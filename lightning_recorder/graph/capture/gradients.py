@@ -1,4 +1,4 @@
-"""The parameters that got gradients, and the backward passes whose gradients an optimizer step uses."""
+"""The parameters that got gradients, and the backward passes whose gradients each optimizer step uses."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lightning_recorder.internals.module_tree import parameters_of
 
 __all__ = ["Gradients"]
 
-_MOST_PARTS = 3  # names of modules in the name of an optimizer
+_MOST_PARTS = 3  # maximum number of module names in the name of an optimizer node
 
 
 class Gradients:
-    """Tracks the backward passes that each parameter has a gradient of, and adds the nodes of optimizer steps.
+    """Tracks which backward passes gave each parameter its gradient, and adds the nodes of optimizer steps.
 
     Args:
-        builder: The graph so far.
-        origins: The names of the model's parameters.
+        builder: The graph under construction.
+        origins: Knows the names of the model's parameters.
         root: The model.
     """
 
@@ -31,20 +31,20 @@ class Gradients:
         self._origins = origins
         self._root = root
         self._begun: dict[int, int] = {}
-        """The number of nodes when the step in progress of each optimizer began, by its id."""
+        """By id of the optimizer: the number of nodes when its step in progress began."""
         self._stepped: dict[int, int] = {}
-        """The number of nodes at the last step of each optimizer, by its id."""
+        """By id of the optimizer: the number of nodes at its last step."""
         self._reset: dict[str, int] = {}
-        """The number of nodes when each parameter last had no gradient."""
+        """By parameter name: the number of nodes when the parameter last had no gradient."""
         self._before: dict[str, tuple[int, int | None]] = {}
-        """The gradient of each parameter before the backward pass in progress, as its id and its version."""
+        """By parameter name: the id and the version of the gradient before the backward pass in progress."""
         self.given: set[str] = set()
-        """The parameters that a backward pass gave a gradient."""
+        """The names of the parameters that got a gradient in a backward pass."""
         self.updated: set[str] = set()
-        """The parameters that an optimizer step had."""
+        """The names of the parameters of the optimizers that made a step."""
 
     def note_backward(self, node: int) -> None:
-        """Remember which parameters have no gradient when a backward pass begins, and the gradients of the others."""
+        """Remember the gradients at the beginning of a backward pass, and which parameters have none."""
         self._before = dict(self._present())
         for each in parameters_of(self._root):
             if each.grad is None and (name := self._name(each)) is not None:
@@ -61,11 +61,11 @@ class Gradients:
                 yield name, (id(each.grad), versions_of([each.grad])[0])
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember the beginning of an optimizer step, which may run a closure several times."""
+        """Remember where an optimizer step begins. The step may run a closure several times."""
         self._begun[id(optimizer)] = len(self._builder.nodes)
 
     def note_zeroed(self, tensors: Iterable[Tensor]) -> None:
-        """Remember the parameters whose gradients are filled with zeros."""
+        """Remember the parameters whose gradients are among these zeroed tensors."""
         zeroed = set(map(id, tensors))
         for each in parameters_of(self._root):
             if id(each.grad) in zeroed and (name := self._name(each)) is not None:
@@ -76,7 +76,7 @@ class Gradients:
         return None if known is None else known[1]
 
     def note_step(self, optimizer: torch.optim.Optimizer, source: str) -> None:
-        """Add a node for an optimizer step, after the backward passes that gave its parameters their gradients."""
+        """Add the node of an optimizer step, with edges from the backward passes whose gradients the step uses."""
         nodes = self._builder.nodes
         start = self._stepped.get(id(optimizer), 0)
         self._stepped[id(optimizer)] = len(nodes)
@@ -85,18 +85,21 @@ class Gradients:
         named = {name: each for each in parameters if (name := self._name(each)) is not None}
         self.updated.update(named)
         updated = {name for name, each in named.items() if each.grad is not None}
-        # A step uses the gradients of each evaluation of its closure, although the closure resets them. The results of
-        # ``torch.autograd.grad`` are only used if they are assigned.
+        # A step uses the gradients of every evaluation of its closure, although the closure resets them. The step uses
+        # results of ``torch.autograd.grad`` only if they are assigned to ``grad``.
         begun = self._begun.pop(id(optimizer), len(nodes))
         inside = {number for number in passes if number >= begun and nodes[number].name != "grad"}
         used = [number for number in passes if self._gave(number, updated, number in inside)]
         node = self._builder.add("optimizer", self._title(type(optimizer).__name__, list(named)), 0, source=source)
-        # Nothing is known of parameters that a wrapper has joined into one.
+        # If a wrapper has joined all parameters into one, their names are unknown: use the last backward pass.
         for number in used if named else passes[-1:]:
             self._builder.connect(number, node, None)
 
     def _gave(self, number: int, updated: set[str], inside: bool) -> bool:
-        """Return True if a backward pass, possibly inside the step, gave a parameter a gradient that the step used."""
+        """Return True if an optimizer step used a gradient of a backward pass.
+
+        ``updated`` are the parameters with a gradient. ``inside`` is True if the pass ran in the closure of the step.
+        """
         nodes = self._builder.nodes
         return any(
             nodes[each].kind == "parameter"
@@ -106,7 +109,7 @@ class Gradients:
         )
 
     def _title(self, optimizer: str, names: list[str]) -> str:
-        """Return the class of an optimizer, with the parts of the model that it updates if it does not update all."""
+        """Return the class name of an optimizer, with the modules that it updates unless it updates all of them."""
         others = [name for each in parameters_of(self._root) if (name := self._name(each)) not in names]
         if not names or not others:
             return optimizer
@@ -116,7 +119,7 @@ class Gradients:
 
 
 def _common(names: list[str]) -> list[str]:
-    """Return the innermost module around all parameters, or the outermost modules, if several have parameters."""
+    """Return the innermost module that contains all parameters, or their outermost modules if there is none."""
     split = [name.split(".")[:-1] or [name] for name in names]
     shared = 0
     while all(len(each) > shared and each[shared] == split[0][shared] for each in split):

@@ -50,8 +50,8 @@ from lightning_recorder.module_names import named_submodules, without_wrappers
 
 __all__ = ["GraphCapture", "capture_call", "capture_graph"]
 
-# Wrappers for parallel training or compilation, with the attribute that holds the wrapped model. The call of a wrapper
-# computes nothing of the model itself.
+# Wrappers for parallel training or compilation, with the attribute that holds the wrapped model. The wrapper itself is
+# not part of the model's computation.
 _WRAPPERS = {"DataParallel": "module", "DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
 Result = TypeVar("Result")
 
@@ -59,29 +59,29 @@ Result = TypeVar("Result")
 class GraphCapture:
     """Records the module calls and torch functions of the current thread while the context is entered.
 
-    Module calls are observed by module hooks and functions by a ``TorchFunctionMode``. Neither changes values,
-    gradients or random numbers, and no tensor is kept alive. Nothing is recorded inside a backward pass or an optimizer
-    step; each of them is a single node. The internals of torch functions are not recorded: ``cross_entropy`` is one
-    node, and so is a call of a custom ``autograd.Function``, except for the modules that it calls.
+    Module hooks observe module calls, and a ``TorchFunctionMode`` observes functions. Neither changes values, gradients
+    or random numbers, and no tensor is kept alive. A backward pass or an optimizer step is a single node. A torch
+    function such as ``cross_entropy`` is a single node, too. So is a call of a custom ``autograd.Function``; modules
+    that it calls have nodes of their own.
 
     Args:
         module: The model. It is the root of the graph, and the calls of its submodules become nodes. If the model is
-            wrapped for parallel training, the wrapped model is used. A module that is called without being registered,
-            because it is in a plain list or belongs to another object, is named by its location or its class.
+            wrapped for parallel training, the wrapped model is used. An unregistered module, such as one in a plain
+            list or of another object, is named by its location or its class.
         inputs: The inputs of the model: tensors in any nesting. Each is an input node named by its path.
         name: The prefix of the paths of the inputs.
         scope: The method of the model that is recorded.
         times: Measure the wall time of each module call as ``duration_ms``. On a GPU this is the time to launch its
             work.
-        costs: Also measure the wall time of each function, without the time of the recording itself, the estimated
-            number of floating-point operations (``flops``, by torch's own counter, on tensors without values) and the
-            bytes that autograd keeps for the backward pass (``saved_bytes``). The recording then takes longer.
-        eager: Run compiled code eagerly during the capture, so that all of it is recorded. Otherwise each call of
-            compiled code, a module or a function, is one node.
+        costs: Also measure three costs of each function: its wall time without the overhead of the recording, the
+            estimated number of floating-point operations (``flops``), counted by torch on tensors without values, and
+            the bytes that autograd keeps for the backward pass (``saved_bytes``). The recording then takes longer.
+        eager: Run compiled code eagerly during the capture, so that its functions are recorded. Otherwise each call of
+            a compiled module or function is one node.
 
     Note:
         Leaving the context removes every hook. If the recording fails, it stops with one warning, and the graph holds
-        the nodes recorded until then. If the model raises, the graph also ends there; the function that raised and the
+        the nodes recorded until then. If the model raises, the graph also ends there. The function that raised and the
         calls around it are marked as ``failed``.
 
     Example:
@@ -125,9 +125,9 @@ class GraphCapture:
         self._eager = eager
         self._stance, self._collector = EagerStance(), RareCollections()
         self.is_broken = False
-        """True after an error of the recording itself, which leaves the graph incomplete."""
+        """True after an internal error. The graph is then incomplete."""
         self._ended = False
-        self._graph: Graph | None = None  # once it was asked for after the end
+        self._graph: Graph | None = None  # the result of graph(), cached after the capture has ended
         with pause_recording():
             self._guarded(self._recording.note_inputs, inputs, name)
 
@@ -148,7 +148,7 @@ class GraphCapture:
 
     @property
     def ran_eagerly(self) -> tuple[str, ...]:
-        """Names of the compiled functions that ran eagerly because they were recorded."""
+        """Names of the compiled functions that the capture ran eagerly."""
         return self._stance.ran
 
     def _begin(self) -> None:
@@ -164,7 +164,7 @@ class GraphCapture:
 
     def _put_on_hooks(self) -> None:
         for handle in self._make_hooks():
-            # Append one at a time, so that the hooks before one that fails are removed again.
+            # Append one at a time: if a registration raises, the hooks before it are in the list and will be removed.
             self._hooks.append(handle)
 
     def _take_off_hooks(self) -> None:
@@ -172,13 +172,13 @@ class GraphCapture:
             remove_hook(self._hooks.pop())
 
     def _make_hooks(self) -> Iterator[RemovableHandle]:
-        """Yield handles of the hooks, which are global module hooks where possible.
+        """Register global module hooks where possible, else a hook on each module. Yield the handles.
 
         Global hooks leave the modules themselves unchanged. So a module may be copied, pickled or scripted during the
-        capture, calls of TorchScript modules are observed, and fused modules, which look for hooks on themselves, keep
-        their fast path. torch warns about global hooks when a compiled module is called, so a model that has one gets a
-        hook on each of its modules instead. So does a model whose compiled code stays in use, since a global hook would
-        cause a recompilation.
+        capture, and calls of TorchScript modules are observed. Fused modules keep their fast path, which they leave if
+        they have hooks of their own. Models with compiled modules get a hook on each module instead: torch warns about
+        global hooks when a compiled module is called. With ``eager=False`` the hooks are on each module, too, since a
+        global hook would cause a recompilation.
         """
         if not self._is_compiled and self._eager:
             yield register_module_forward_pre_hook(self._before_call)
@@ -251,13 +251,13 @@ class GraphCapture:
             and get_ident() == self._thread
             and not PAUSES.value
             and graph_task() == -1
-            # torch.jit.trace runs the model to record it itself, with tensors in place of shapes.
+            # torch.jit.trace runs the model for its own recording, with tensors instead of shapes.
             and not is_tracing()
         )
 
     def _guarded(self, function: Callable[..., Result], *args: Any) -> Result | None:
         try:
-            # Inspecting tensors must not be recorded, and it happens often.
+            # The torch functions that inspect tensors here must not be recorded.
             with without_functions():
                 return function(*args)
         except Exception as error:  # noqa: BLE001 - an error of the recording must not fail the model
@@ -265,15 +265,15 @@ class GraphCapture:
             return None
 
     def _break(self, error: Exception) -> None:
-        """Stop recording after an error of the recording itself."""
+        """Stop recording after an internal error, and warn."""
         self._active = False
         self.is_broken = True
         self.stop()
         warn(f"the graph is incomplete: {describe_error(error)}")
 
     def _is_part(self, module: nn.Module) -> bool:
-        # Ignore the root's own call: under DDP it encloses the training step, on a single device it is inside it.
-        # Ignore calls inside a fused module: it is recorded as one function.
+        # Ignore the call of the root module: under DDP it encloses the training step, on a single device the training
+        # step encloses it. Ignore calls inside a fused module, which is recorded as one function.
         inside = (self._paused_in is not None and self._paused_in is not module) or self._in_compiled
         return not inside and module is not self.module
 
@@ -317,7 +317,7 @@ class GraphCapture:
         if self._in_compiled or self._paused_in is not None or not self._watching():
             return None
         if current_function_mode() is not self._mode or self._mode is None:
-            return None  # another mode is above this one, so the code was compiled for function modes in any case
+            return None  # another function mode is on top of this one: the compiled code already expects function modes
         owner = compiled_owner(function)
         module = owner if isinstance(owner, nn.Module) and owner is not self.module else None
         name = describe_compiled(function)
@@ -325,12 +325,12 @@ class GraphCapture:
             self._guarded(self._recording.enter_call, module)
         remove_function_mode(self._mode)
         self._in_compiled = True
-        self._guarded(self._take_off_hooks)  # code compiled in this call would be recompiled if a hook were on it
+        self._guarded(self._take_off_hooks)  # code compiled with a hook would be recompiled once the hook is removed
         return lambda args, kwargs, result: self._leave_compiled(name, module, [args, kwargs], result)
 
     def _leave_compiled(self, name: str, module: nn.Module | None, inputs: list[Any], result: Any) -> None:
         self._in_compiled = False
-        if self._mode is None:  # the capture was left meanwhile
+        if self._mode is None:  # the context of the capture was left during the call
             return
         self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch has no annotations there
         self._guarded(self._put_on_hooks)
@@ -342,11 +342,11 @@ class GraphCapture:
             self._guarded(self._recording.note_compiled, name, inputs, result)
 
     def _pause(self, module: nn.Module) -> None:
-        """Remove the function mode during a module's call, unless another mode is above it."""
+        """Remove the function mode during a module's call, unless another mode is on top of it."""
         if self._mode is not None and current_function_mode() is self._mode:
             remove_function_mode(self._mode)
             self._paused_in = module
-            # An enclosing capture could not pause before, because this mode was above its own.
+            # An enclosing capture could not pause before, because this mode was on top of its mode.
             below = current_function_mode()
             if isinstance(below, CaptureMode):
                 below.pause(module)
@@ -363,7 +363,7 @@ def _is_compiled(kind: type) -> bool:
 
 
 class _CaptureHook(ModuleHook):
-    """A hook of a capture on a single module."""
+    """A hook that a capture registers on a single module."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
@@ -379,12 +379,12 @@ def capture_graph(module: nn.Module, /, *args: Any, **kwargs: Any) -> Graph:
 
     Args:
         module: The model.
-        args: Its positional arguments. A single tensor becomes the input node ``input``, several become ``input[0]``,
-            ``input[1]``, ….
-        kwargs: Its keyword arguments. A tensor becomes the input node ``input.<keyword>``.
+        args: The positional arguments of the call. A single tensor becomes the input node ``input``, several become
+            ``input[0]``, ``input[1]``, ….
+        kwargs: The keyword arguments of the call. A tensor becomes the input node ``input.<keyword>``.
 
     Raises:
-        ForwardError: If the model raises. It names the module that raised and holds the graph recorded until then.
+        ForwardError: If the model raises. The error names the module that raised and holds the graph recorded so far.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""The tensors of a recording, each with the node that gave it its present values."""
+"""The tensors of a recording, each with the node that last computed its values."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lightning_recorder.internals.storage import address_of, hold_address, is_ex
 __all__ = ["KnownTensor", "KnownTensors"]
 
 
-_SWEEP_AFTER = 16  # storages
-_LEAST_NODE = -1  # for a tensor that is not tracked
+_SWEEP_AFTER = 16  # number of new storages
+_LEAST_NODE = -1  # the smallest node id, which marks a tensor that is not tracked
 _WITH_SHAPES = (Tensor, Parameter)
 
 
 class KnownTensor(weakref.ref[Tensor]):
-    """A weak reference to a tensor, with the node that returned it, the time of that, and the shape and dtype.
+    """A weak reference to a tensor, with the node that returned it, the time of this event, and the shape and dtype.
 
-    ``has_meta`` is False if the shape may be something else than a tuple of integers. ``output`` is the place of the
-    tensor among the outputs of the node.
+    ``has_meta`` is False if the shape may not be a tuple of integers. ``output`` is the index of the tensor among the
+    outputs of the node.
     """
 
     __slots__ = ("dtype", "has_meta", "meta", "node", "output", "time")
@@ -40,16 +40,16 @@ class KnownTensor(weakref.ref[Tensor]):
 class KnownTensors:
     """Remembers the node that returned each tensor, without keeping any tensor alive.
 
-    A tensor is identified by a weak reference, because ids of tensors are reused at once, and by its storage, because
-    views and in-place operations write to one tensor and read from another.
+    A tensor is identified by a weak reference, because Python reuses ids at once. It is also identified by its storage,
+    because a write to one tensor changes all tensors with the same storage, such as views.
     """
 
     def __init__(self) -> None:
         self._time = 0
         self._last_write = 0
         self._tensors: dict[int, KnownTensor] = {}
-        # Keyed by address, which is held. A value is time × 2³² + node, since Python's garbage collector need not
-        # traverse numbers.
+        # Keyed by the address of the storage. The address is held, so it is not reused. A value is time × 2³² + node,
+        # since Python's garbage collector need not traverse numbers.
         self._storages: dict[int, int] = {}
         self._young: list[int] = []
         self._sweep_all_at = 4 * _SWEEP_AFTER
@@ -61,14 +61,14 @@ class KnownTensors:
     def bind(
         self, tensor: Tensor, node: int, *, wrote: bool = False, meta: TensorMeta | None = None, output: int = 0
     ) -> None:
-        """Remember the node that returned a tensor; with ``wrote``, also for all tensors that share its memory.
+        """Remember the node that returned a tensor. With ``wrote``, also remember it for tensors with the same memory.
 
-        ``output`` is the place of the tensor among the outputs of the node. For ``meta``, see :meth:`find`.
+        ``output`` is the index of the tensor among the outputs of the node. :meth:`find` returns ``meta``.
         """
         self._time = time = self._time + 1
         known = self._tensors[id(tensor)] = KnownTensor(tensor)
         known.node, known.output, known.time, known.has_meta = node, output, time, False
-        # The shape of any other tensor may be something else than a tuple of integers. That of a nested one is empty.
+        # The shape of a tensor of another class may not be a tuple of integers. For a nested one, it is empty.
         if meta is not None and type(tensor) in _WITH_SHAPES and (meta.shape or not tensor.is_nested):
             known.has_meta, known.meta, known.dtype = True, meta, tensor.dtype
         if wrote:
@@ -83,7 +83,7 @@ class KnownTensors:
             self._storages[address] = (time << 32) + node
 
     def bind_plain(self, tensor: Tensor, node: int, meta: TensorMeta) -> None:
-        """Remember the node that returned an instance of ``Tensor`` outside of transforms; see :meth:`bind`."""
+        """Remember the node that returned a tensor. Like :meth:`bind`, for plain tensors outside of transforms."""
         self._time = time = self._time + 1
         known = self._tensors[id(tensor)] = KnownTensor(tensor)
         known.node, known.output, known.time, known.meta, known.dtype = node, 0, time, meta, tensor.dtype
@@ -104,11 +104,11 @@ class KnownTensors:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Release storages whose memory is freed.
+        """Release the held addresses of storages whose memory is freed.
 
-        The remainder of a freed storage lies between other allocations and keeps the allocator from merging free
-        blocks, which raised the peak memory of a step by a tenth. A storage that is freed before the backward pass is
-        usually freed early. So each new storage is checked twice, and all storages only when their number has doubled.
+        A held address keeps a small block between other allocations, so the allocator cannot merge the free blocks
+        around it. This raised the peak memory of a step by a tenth. Most storages that are freed before the backward
+        pass are freed early. So each new storage is checked twice, and all storages only when their number has doubled.
         """
         self._forget_the_dead(self._young)
         self._young = self._young[_SWEEP_AFTER:]
@@ -122,25 +122,25 @@ class KnownTensors:
             release_address(address)
 
     def find(self, tensor: Tensor) -> KnownTensor | None:
-        """Return the node and the shape of a tensor that was bound with them and not changed since, else None."""
+        """Return the entry of a tensor if it is known with its shape and was not changed since, else None."""
         known = self._tensors.get(id(tensor))
         if known is None or not known.has_meta or known.time < self._last_write or known() is not tensor:
             return None
-        # A tensor may be resized, or get other data.
+        # The tensor may have been resized, or its ``data`` assigned.
         return known if known.meta.shape == tensor.shape and known.dtype is tensor.dtype else None
 
     def is_bound(self, tensor: Tensor) -> bool:
-        """Return True if a tensor itself was bound to a node."""
+        """Return True if this tensor object was bound to a node, not only a tensor with the same memory."""
         known = self._tensors.get(id(tensor))
         return known is not None and known() is tensor
 
     def output(self, tensor: Tensor) -> int:
-        """Return the place of a tensor among the outputs of its node; 0 for one that was not bound itself."""
+        """Return the index of a tensor among the outputs of its node; 0 if this tensor object was not bound."""
         known = self._tensors.get(id(tensor))
         return known.output if known is not None and known() is tensor else 0
 
     def entry(self, tensor: Tensor) -> KnownTensor | None:
-        """Return what is known of a tensor that was bound itself, for :meth:`restore`."""
+        """Return the entry of a bound tensor for :meth:`restore`, or None."""
         known = self._tensors.get(id(tensor))
         return known if known is not None and known() is tensor else None
 
@@ -149,16 +149,16 @@ class KnownTensors:
         self._tensors[id(tensor)] = known
 
     def move(self, tensor: Tensor, output: int) -> None:
-        """Change the place of a bound tensor among the outputs of its node."""
+        """Change the index of a bound tensor among the outputs of its node."""
         known = self._tensors.get(id(tensor))
         if known is not None and known() is tensor:
             known.output = output
 
     def of(self, tensor: Tensor, *, own: bool = False) -> int | None:
-        """Return the node that gave the tensor its present values; ``None`` if that was not observed.
+        """Return the node that last computed the tensor's values; ``None`` if it was not observed.
 
-        With ``own``, the memory of a tensor that was not bound itself is ignored: that of a parameter may be known from
-        its initialization.
+        With ``own``, return ``None`` for a tensor object that was not bound, even if its memory is known. The memory of
+        a parameter may be known from its initialization.
         """
         known = self._tensors.get(id(tensor))
         if known is not None and known() is not tensor:

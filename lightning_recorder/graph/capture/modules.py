@@ -1,4 +1,4 @@
-"""The names of a model's modules and of the tensors that they own, with the numbers of parameters."""
+"""The names of a model's modules, parameters and buffers, with parameter counts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["FUSED", "ModelNames", "count", "count_below", "count_own", "is_fused
 
 
 def count(parameters: Iterable[Tensor]) -> int:
-    """Return the number of elements, without uninitialized parameters."""
+    """Return the total number of elements of the parameters. Uninitialized parameters count 0."""
     return sum(each.numel() for each in parameters if is_initialized(each))
 
 
@@ -40,19 +40,19 @@ def is_initialized(parameter: Tensor) -> bool:
 
 
 def own_parameters(module: nn.Module) -> list[Tensor]:
-    """Return the module's own parameters, even if its class overrides ``parameters``."""
+    """Return the parameters of a module without its submodules, even if its class overrides ``parameters``."""
     if is_scripted(module):
         return list(own_parameters_of(module).values())
     return [each for each in tables_of(module)[0].values() if each is not None]
 
 
 def count_own(module: nn.Module) -> int:
-    """Return the number of elements of a module's own parameters."""
+    """Return the number of elements of a module's parameters, without its submodules."""
     return count(own_parameters(module))
 
 
 def count_below(module: nn.Module) -> int:
-    """Return the number of elements of the parameters of a module and its submodules, each parameter once."""
+    """Return the number of elements of the parameters of a module and its submodules. Shared parameters count once."""
     found = {id(each): each for inner in modules_of(module) for each in own_parameters(inner)}
     return count(found.values())
 
@@ -60,11 +60,10 @@ def count_below(module: nn.Module) -> int:
 def note_used(builder: GraphBuilder, registered: Set[str], unobserved: Set[int]) -> None:
     """Set the number of used parameters of each module call.
 
-    A parameter is used if any edge leaves it, wherever that edge leads. It belongs to every module in whose name its
-    own name, or one of its other names, begins.
+    A parameter is used if it has an outgoing edge. It counts for every module that contains it under one of its names.
 
-    The numbers of ``unobserved`` calls, which have a computation that was not observed, and of the calls around them
-    stay unknown.
+    The numbers stay unknown for ``unobserved`` calls, in which some computation was not observed, and for the calls
+    around them.
     """
     nodes, sources = builder.nodes, builder.used()
     if nodes[0].failed:
@@ -84,9 +83,9 @@ def note_used(builder: GraphBuilder, registered: Set[str], unobserved: Set[int])
 
 
 def _count_below(parameters: Mapping[str, Draft], registered: Set[str]) -> dict[str, int]:
-    """Return the number of elements of some parameters below each module.
+    """Return the number of elements of the given parameters that each module contains.
 
-    The layers in a Python list do not count for the module that has the list, which does not register them.
+    Layers in a Python list do not count for the module with the list, because it does not register them.
     """
     below: dict[str, int] = {}
     strange = parameters.keys() - registered
@@ -108,13 +107,13 @@ def around(name: str) -> list[str]:
     return found
 
 
-# In eval mode these modules compute everything in one fused function, unless a function mode is active. Then they take
-# another path, whose results differ in the last bits and in padded rows. So the mode is removed while one of them runs.
+# In eval mode these modules compute everything in one fused function. While a function mode is active, they use another
+# implementation, whose results differ in the last bits and in padded rows. So the mode is removed while they run.
 FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
 class _NamedModule(weakref.ref[nn.Module]):
-    """A weak reference to a module with its name and the number of its own submodules and parameters."""
+    """A weak reference to a module, with its name and the number of its direct submodules and parameters."""
 
     __slots__ = ("name", "size")
     name: str
@@ -122,7 +121,7 @@ class _NamedModule(weakref.ref[nn.Module]):
 
 
 class _NamedTensor(weakref.ref[Tensor]):
-    """A weak reference to a parameter or buffer with its kind, its name, and the id of the module that owns it."""
+    """A weak reference to a parameter or buffer, with its kind, its name, and the id of the module that owns it."""
 
     __slots__ = ("known",)
     known: tuple[Kind, str, int]
@@ -136,7 +135,7 @@ class ModelNames:
     """
 
     def __init__(self, registered: Mapping[str, nn.Module]) -> None:
-        # Keyed by id. Ids are reused after a module or tensor is freed, so a weak reference is kept with each.
+        # Keyed by id. Python reuses ids of freed objects, so each value is a weak reference to check the object.
         self._names: dict[int, _NamedModule] = {}
         self._tensors: dict[int, _NamedTensor] = {}
         self._aliases: dict[int, tuple[str, ...]] = {}
@@ -155,13 +154,13 @@ class ModelNames:
         return reference.name if reference is not None and reference() is module else None
 
     def module(self, key: int) -> nn.Module | None:
-        """Return the module with an id; ``None`` if it is unknown or does not live any more."""
+        """Return the module with an id; ``None`` if it is unknown or was freed."""
         reference = self._names.get(key)
         return None if reference is None else reference()
 
     def of_stranger(self, module: nn.Module) -> str | None:
-        """Give a name to a called module that has none, and return it; ``None`` if it must stay unnamed."""
-        # A wrapper needs no name beside the module that it wraps. TorchScript returns new submodule objects each time.
+        """Name a called module that has no name and return the name; ``None`` if the module must stay unnamed."""
+        # A wrapper of a named module needs no name. TorchScript returns new submodule objects at each access.
         wraps = any(each is not module and self.of(each) is not None for each in modules_of(module))
         if is_scripted(module) or wraps:
             return None
@@ -174,17 +173,17 @@ class ModelNames:
         return reference.known if reference is not None and reference() is tensor else None
 
     def references(self) -> dict[str, weakref.ref[nn.Module]]:
-        """Return weak references to the modules by name."""
+        """Return a weak reference to each module, by its name."""
         return {reference.name: reference for reference in self._names.values()}
 
     def aliases(self, tensor: Tensor) -> tuple[str, ...]:
-        """Return the other names of a parameter or buffer that several modules register."""
+        """Return the further names of a parameter or buffer that is registered more than once."""
         return self._aliases.get(id(tensor), ()) if self._aliases and self.tensor(tensor) is not None else ()
 
     def trained(self) -> dict[str, bool]:
-        """Return the name of each parameter of the model, and True if it requires a gradient.
+        """Return whether each parameter of the model requires a gradient, by name.
 
-        A shared parameter has its first name. Uninitialized ones are left out.
+        A shared parameter has its first name. Uninitialized parameters are left out.
         """
         return {name: each.requires_grad for name, each in self._parameters()}
 
@@ -195,9 +194,9 @@ class ModelNames:
                 yield name, tensor
 
     def parameter_counts(self) -> dict[int, tuple[int, int]]:
-        """Return the numbers of elements of the own parameters of each registered module, and of all below it, by id.
+        """Return two parameter counts for each registered module, by id: without and with its submodules.
 
-        The result is empty if a parameter or a module has several places in the model, or if the model has changed.
+        The result is empty if a parameter or module is registered more than once, or if the model has changed.
         """
         inner = 0
         for reference in self._registered:
@@ -216,12 +215,12 @@ class ModelNames:
             around = path.rpartition(".")[0]
             own[around] = own.get(around, 0) + tensor.numel()
         below = dict(own)
-        for reference in reversed(self._registered):  # the inner ones come first
+        for reference in reversed(self._registered):  # inner modules come first
             name = reference.name
             if name and (number := below.get(name)):
                 around = name.rpartition(".")[0]
                 below[around] = below.get(around, 0) + number
-        registered = islice(self._names.items(), len(self._registered))  # the names of further modules come after them
+        registered = islice(self._names.items(), len(self._registered))  # registered modules come first
         return {key: (own.get(each.name, 0), below.get(each.name, 0)) for key, each in registered}
 
     def registered(self) -> set[str]:
@@ -229,7 +228,7 @@ class ModelNames:
         return {reference.name for reference in self._registered}
 
     def _introduce(self, name: str, module: nn.Module) -> None:
-        """Register a module and its own tensors under their names."""
+        """Add the names of a module and of its own parameters and buffers."""
         key = id(module)
         reference = self._names[key] = _NamedModule(module)
         parameters, buffers, submodules = tables_of(module)
@@ -261,7 +260,7 @@ class ModelNames:
                     self._aliases[id(tensor)] = (*self._aliases.get(id(tensor), ()), around + path)
 
     def _welcome(self, name: str, module: nn.Module) -> None:
-        """Register a module that the model does not register, and its submodules, under a unique name."""
+        """Add a unique name for a module that the model does not register, and names for its submodules."""
         unique = name
         while unique in self._counts:
             self._counts[name] += 1
@@ -272,7 +271,7 @@ class ModelNames:
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Return True if a module may compute everything in one fused function, as torch does without gradients only."""
+    """Return True if a module may compute everything in one fused function. torch does so only without gradients."""
     if not issubclass(type(module), FUSED) or is_training(module):
         return False
     return not (torch.is_grad_enabled() and any(each.requires_grad for each in parameters_of(module)))

@@ -1,4 +1,4 @@
-"""The measured costs of each function: wall time, floating-point operations, and memory kept for the backward pass."""
+"""The costs of each function: wall time, floating-point operations, and memory kept for the backward pass."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ __all__ = ["Costs"]
 
 
 class _Shape(NamedTuple):
-    """Stands for a tensor among the arguments of a function."""
+    """A placeholder for a tensor among the arguments of a function."""
 
     meta: TensorMeta
 
 
 class _Call(NamedTuple):
-    """A call of a function whose operations are counted at the end."""
+    """A function call whose floating-point operations are counted at the end."""
 
     node: int
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     times: int
-    """The number of calls for which it stands, under ``torch.vmap``."""
+    """The number of calls that it represents: more than 1 under ``torch.vmap``."""
 
 
 class Costs:
-    """Measures the functions of a recording.
+    """Measures the costs of the functions of a recording.
 
-    Floating-point operations are counted by torch's ``FlopCounterMode``. It runs each function once more, after the
-    step, on tensors that have shapes but no values; equal calls run once. It counts products of matrices, convolutions
-    and attention, with two operations for each multiplication with addition; other functions count as 0.
+    torch's ``FlopCounterMode`` counts the floating-point operations. After the step, it runs each function once more on
+    tensors that have shapes but no values. Equal calls run once. Matrix products, convolutions and attention count two
+    operations for each multiply-add. Other functions count as 0.
 
-    The memory of the model's own tensors does not count as kept for the backward pass.
+    The parameters and buffers of the model do not count as memory kept for the backward pass.
     """
 
     def __init__(self, builder: GraphBuilder, origins: TensorOrigins, root: nn.Module) -> None:
@@ -55,19 +55,22 @@ class Costs:
         self._root = root
         self._calls: list[_Call] = []
         self._own: set[int] | None = None
-        """The addresses of the model's tensors."""
+        """The storage addresses of the model's parameters and buffers."""
         self._saved: set[int] = set()
         self.overhead_s = 0.0
-        """The time that the recording itself has taken, in seconds."""
+        """The time spent on the recording itself, in seconds."""
 
     def forget_saved(self) -> None:
-        """Forget the memory that was saved so far; a backward pass releases it."""
+        """Forget the memory saved so far, because a backward pass releases it."""
         self._saved.clear()
 
     def note(
         self, node: int | None, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], seconds: float
     ) -> None:
-        """Measure a function that was recorded as a node; ``None`` if it is not part of the model."""
+        """Add the wall time of a function call to its node and keep the call for :meth:`finish`.
+
+        ``node`` is None for a function that is not part of the model, which is ignored.
+        """
         if node is None or self._builder.nodes[node].kind != "op":
             return
         draft = self._builder.nodes[node]
@@ -78,7 +81,7 @@ class Costs:
             self._calls.append(_Call(node, func, _shapes(args), shapes, times))
 
     def note_saved(self, node: int, results: Iterable[Tensor]) -> None:
-        """Add the memory that the part of the backward graph of a node keeps; ``results`` are its outputs."""
+        """Add the memory that autograd keeps for a node. ``results`` are the outputs of the node."""
         if self._own is None:
             tensors = (*parameters_of(self._root), *buffers_of(self._root))
             self._own = {address_of(storage) for each in tensors if (storage := storage_of(each)) is not None}
@@ -93,7 +96,7 @@ class Costs:
         self._builder.nodes[node].saved_bytes = (self._builder.nodes[node].saved_bytes or 0) + total
 
     def finish(self) -> None:
-        """Count the floating-point operations of the functions, and add up those inside each module call."""
+        """Count the floating-point operations of each function, and sum the costs over each module call."""
         nodes = self._builder.nodes
         known: dict[str, int | None] = {}
         calls, self._calls = self._calls, []
@@ -117,11 +120,11 @@ class Costs:
 
 
 class _UnknownArgumentError(Exception):
-    """An argument may hold tensors, which must not be kept alive."""
+    """Raised for an argument that may hold tensors, since the recording must not keep tensors alive."""
 
 
 def _shapes(value: Any) -> Any:
-    """Return arguments with shapes in place of tensors."""
+    """Return arguments with each tensor replaced by its shape."""
     if type(value) in PLAIN:
         return value
     if isinstance(value, Tensor):
@@ -132,7 +135,7 @@ def _shapes(value: Any) -> Any:
 
 
 def _tensors(value: Any) -> Any:
-    """Return arguments with tensors that have no values in place of shapes."""
+    """Return arguments with each shape replaced by a tensor without values."""
     if isinstance(value, _Shape):
         dtype = getattr(torch, value.meta.dtype)
         return torch.empty(value.meta.shape, dtype=dtype, device="meta")
@@ -142,8 +145,8 @@ def _tensors(value: Any) -> Any:
 
 
 def _count(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-    """Return the number of operations of a call; ``None`` if it cannot run without values."""
-    # Imported here because it imports Triton, which takes a second and 76 MB in every program.
+    """Return the number of floating-point operations of a call; ``None`` if it cannot run on tensors without values."""
+    # Imported here because this module imports Triton, which takes a second and 76 MB.
     from torch.utils.flop_counter import FlopCounterMode
 
     counter = FlopCounterMode(display=False)

@@ -22,17 +22,17 @@ from lightning_recorder.internals.storage import is_uninitialized
 __all__ = ["IGNORED", "Call", "CustomNode", "TensorOrigins"]
 
 IGNORED = -1
-"""The id used in place of a node for a tensor that is not tracked, such as a gradient passed to the optimizer."""
+"""The node id of tensors that are not tracked, such as a gradient passed to the optimizer."""
 
-_MOST_STEPS_BACK = 16  # from a tensor to the parameters behind it, such as a cast and a factor
+_MOST_STEPS_BACK = 16  # maximum number of autograd nodes between a tensor and its parameters, such as a cast
 
 
 @dataclass(frozen=True, slots=True)
 class PassedTensor:
-    """A tensor that a call returned as it took it, as a dropout in eval mode does."""
+    """An input that a call returned unchanged, as a dropout in eval mode does."""
 
-    node: int  # the node of that call
-    before: KnownTensor  # the node that gave the tensor its values
+    node: int  # the ``identity`` node inside the call
+    before: KnownTensor  # the entry of the tensor before the call
 
 
 @dataclass(slots=True)
@@ -43,14 +43,14 @@ class Call:
     module: nn.Module
     start_s: float = 0.0
     inputs: tuple[TensorMeta, ...] | None = None
-    """The tensors in its arguments as they were before, if these include containers that it may change."""
+    """The tensors in the arguments before the call. Only set if the call may change containers in its arguments."""
     passed: list[PassedTensor] = field(default_factory=list)
-    """The tensors that calls inside it returned as they took them."""
+    """The tensors that inner calls returned unchanged."""
 
 
 @dataclass
 class CustomNode:
-    """A call of an ``autograd.Function`` in progress, or one that has just ended: its end is not observed."""
+    """A call of an ``autograd.Function`` that is in progress or has just ended. Its end cannot be observed."""
 
     node: int
     call: CustomCall
@@ -60,9 +60,9 @@ class CustomNode:
 class TensorOrigins:
     """Finds the node that returned a tensor, and adds a node for an unknown tensor.
 
-    A tensor is identified by its object or its memory, by the part of torch's backward graph behind it, or as a
-    parameter or buffer of the model. This class also tracks the results of a custom ``autograd.Function``, of whose
-    calls only the inside is observed.
+    A tensor is identified by its object, by its memory, by its ``grad_fn``, or as a parameter or buffer of the model.
+    This class also tracks the results of custom ``autograd.Function`` calls. Only functions inside these calls can be
+    observed, not the calls themselves.
     """
 
     def __init__(self, builder: GraphBuilder, calls: list[Call]) -> None:
@@ -71,7 +71,7 @@ class TensorOrigins:
         self.known_tensors = KnownTensors()
         self.owners = AutogradOwners()
         self.custom: CustomNode | None = None
-        """The last custom call, until something outside of it happens."""
+        """The last custom call, until an event outside of the call is recorded."""
         self._customs: dict[int, int] = {}
         self._custom_nodes: set[int] = set()
         self._buffers: dict[int, int] = {}
@@ -87,20 +87,21 @@ class TensorOrigins:
         self.names = None
 
     def is_known(self, tensor: Tensor) -> bool:
-        """Return True if the node that gave a tensor its values was observed."""
+        """Return True if the node that computed a tensor's values was observed."""
         return self.is_bound(tensor) or self.known(tensor) is not None
 
     def is_input(self, tensor: Tensor) -> bool:
-        """Return True if a tensor is an input of the model, with the values that it had then."""
+        """Return True if a tensor is an input of the model and was not changed since."""
         node = self.known_tensors.of(tensor)
         return node is not None and node >= 0 and self._builder.nodes[node].kind == "input"
 
     def of_inputs(
         self, tensors: list[Tensor], written: tuple[Tensor, ...], outputs: list[Tensor], start: int
     ) -> tuple[list[int], list[TensorMeta], list[int]]:
-        """Return the nodes that gave the inputs of a function their values, the shapes, and the places in the outputs.
+        """Return three lists about the inputs of a function: their source nodes, shapes, and output indices.
 
-        ``start`` is the sequence number of the backward graph before the function ran.
+        The source node of a tensor computed its values. The output index is the index of the tensor among the outputs
+        of this node. ``start`` is the sequence number of the backward graph before the function ran.
         """
         complete = self.owners.complete_until == start
         nodes: list[int] = []
@@ -122,9 +123,9 @@ class TensorOrigins:
                 places.append(0)
                 continue
             if new is None:
-                # A tensor that was written to already has a new part of the backward graph, which does not belong to
-                # its origin. A view outside of the backward graph is not inspected, since torch would regenerate its
-                # grad_fn out of order.
+                # The grad_fn of a tensor that was written to is new and does not belong to the tensor's source. The
+                # grad_fn of a view outside of the backward graph is not read, since torch would regenerate it out of
+                # order.
                 new = set(map(id, written))
                 differentiable = any(unwrapped(each).requires_grad for each in (*outputs, *written))
             settled = id(tensor) not in new and (differentiable or not is_view(tensor))
@@ -136,7 +137,7 @@ class TensorOrigins:
     def connect_inputs(
         self, node: int, sources: list[int], metas: list[TensorMeta], inputs: list[Tensor], places: list[int]
     ) -> bool:
-        """Add the edges into a function; return True if one of its inputs requires a gradient."""
+        """Add the incoming edges of a function. Return True if an input requires a gradient."""
         if in_transform():
             inputs = [unwrapped(each) if not each.requires_grad else each for each in inputs]
         passing = [each.requires_grad for each in inputs]
@@ -153,15 +154,15 @@ class TensorOrigins:
     def connect_inside(
         self, node: int, sources: list[int], metas: list[TensorMeta], inputs: list[Tensor], places: list[int]
     ) -> bool:
-        """Add the edges into a custom function for a function inside it; see :meth:`connect_inputs`."""
-        # Its own results add no edges, and its arguments are connected already.
+        """Add edges into a custom call for the inputs of a function inside the call; see :meth:`connect_inputs`."""
+        # Skip the results of the custom call itself, and its arguments, which are connected already.
         kept = [
             (source, meta, tensor, place)
             for source, meta, tensor, place in zip(sources, metas, inputs, places, strict=True)
             if source < node and not self._builder.is_connected(source, node)
         ]
         nodes = self._builder.nodes
-        # The result of a module that is no argument: the function has called this module before.
+        # A result of a module that is not an argument of the custom call: the custom call has called this module.
         for source, *_ in kept:
             before = nodes[source]
             if before.kind == "op" and not before.autograd and before.parent != nodes[node].parent:
@@ -170,19 +171,22 @@ class TensorOrigins:
         return self.connect_inputs(node, *columns)
 
     def behind(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Return the leaves of the unobserved part of torch's backward graph behind some tensors."""
+        """Return the leaf tensors of the unobserved part of torch's backward graph of the tensors."""
         return self.owners.sources(tensors)[0]
 
     def passed(self, tensors: Iterable[Tensor], node: int) -> list[PassedTensor]:
-        """Return those tensors, whose values a node gave, that the next node will return as it takes them."""
+        """Return the entries of tensors that an ``identity`` node is about to return unchanged.
+
+        ``node`` is the id that the ``identity`` node will have. Tensors without an entry are left out.
+        """
         known = map(self.known_tensors.entry, tensors)
         return [PassedTensor(node, each) for each in known if each is not None]
 
     def leave_passed(self, call: Call, around: Call, outputs: Iterable[Tensor]) -> None:
-        """Forget at the end of a call which tensors were passed inside it, except those that it returns.
+        """At the end of a call, restore the source nodes of tensors that inner calls returned unchanged.
 
-        The code around the call has the same tensor from elsewhere, such as the input of three projections, of which
-        the first one begins with a dropout.
+        Tensors that the call itself returns are not restored. The restored tensors are used after the call as they were
+        before it: for example, three projections take the same input, and the first one begins with a dropout.
         """
         returned = set(map(id, outputs))
         for each in reversed(call.passed):
@@ -191,11 +195,11 @@ class TensorOrigins:
                 continue
             if id(tensor) in returned:
                 around.passed.append(each)
-            elif self.known_tensors.of(tensor) == each.node:  # else it was written to since
+            elif self.known_tensors.of(tensor) == each.node:  # otherwise the tensor was written to since
                 self.known_tensors.restore(tensor, each.before)
 
     def enter_custom(self, call: CustomCall, source: str) -> CustomNode:
-        """Return the node of a custom call in which a function was called; add the node if the call is new."""
+        """Return the node of the custom call around a function; add the node if the custom call is new."""
         last = self.custom
         if last is not None and last.call.frame == call.frame and not call.new:
             return last
@@ -206,16 +210,16 @@ class TensorOrigins:
         for origin, meta, place in origins:
             self.connect(origin, node, meta, output=place)
         if not call.new:
-            # The call has returned from a module inside, whose nodes are recorded as usual.
+            # A module call inside the custom call has returned. Its nodes are recorded as usual.
             self._builder.compound.add(node)
         self.custom = CustomNode(node, replace(call, arguments=None))
-        # A custom call first creates its backward node, so the latest sequence numbers are those of the nested calls.
+        # A custom call first creates its backward node, so the latest sequence numbers belong to nested custom calls.
         self._customs[sequence_number() - call.depth + 1] = node
         self._custom_nodes.add(node)
         return self.custom
 
     def leave_custom(self) -> None:
-        """Record the outputs of the last custom call, once something outside of it happens."""
+        """Record the outputs of the last custom call. Called when an event outside of the custom call is recorded."""
         left, self.custom = self.custom, None
         if left is None:
             return
@@ -228,24 +232,24 @@ class TensorOrigins:
         self.claim(given, left.node)
 
     def of_each(self, tensors: Iterable[Tensor]) -> list[tuple[int, TensorMeta, int]]:
-        """Return the node that gave each tensor its values, the shape, and the place among the outputs of the node."""
+        """Return the source node, shape, and output index of each tensor; see :meth:`of_inputs`."""
         return [(self.of(each), meta_of(each), self.known_tensors.output(each)) for each in tensors]
 
     def connect(
         self, source: int, target: int, meta: TensorMeta | None, *, differentiable: bool = True, output: int = 0
     ) -> None:
-        """Add an edge for a tensor, one of the outputs of the source, unless the tensor is not tracked."""
+        """Add an edge for a tensor, unless it is not tracked. ``output`` is its index among the source's outputs."""
         if source == IGNORED:
             return
         if meta is not None and not self._builder.nodes[source].outputs:
-            # A custom call whose results were not observed inside it, or only before a transform wrapped them.
+            # The outputs of this custom call were not observed, or only before a transform wrapped them.
             self._builder.nodes[source].outputs = (meta,)
         self._builder.connect(source, target, meta, differentiable, output)
 
     def of(self, tensor: Tensor, *, settled: bool = True) -> int:
-        """Return the node that gave the tensor its values, and add a node if there is none.
+        """Return the node that computed the tensor's values. Add a node if there is none.
 
-        A ``settled`` tensor is one whose whole backward graph was created by this node.
+        ``settled`` is True if the current ``grad_fn`` of the tensor belongs to this node.
         """
         known = self.known(tensor)
         if known is None:
@@ -257,10 +261,11 @@ class TensorOrigins:
                 own = self.model_tensor(inner)
                 if self.owners.is_new(tensor):
                     known = self._add_unseen(tensor)
-                else:  # a parameter may be the argument of a transform
+                else:  # a parameter may be wrapped as the argument of a transform
                     known = self._add_from_outside(tensor if own is None else inner, own)
         elif settled and self.owners.is_new(tensor):
-            # Created after the function was observed: by a custom call around it, a checkpoint, or the use of a view.
+            # The grad_fn was created after the function was observed: by an enclosing custom call, by a checkpoint, or
+            # when a view was used.
             function = function_behind(tensor)
             if function is not None and self._is_result_of_layer(known, function):
                 return self._add_custom_result(tensor, known, function)
@@ -268,14 +273,14 @@ class TensorOrigins:
         return known
 
     def _is_result_of_layer(self, node: int, function: type) -> bool:
-        """Return True if a custom function returns what a layer inside of it has computed, as a reversible network."""
+        """Return True if a custom function returns the output of a layer that it called, as in a reversible network."""
         if node < 0 or f"{function.__name__}Backward" == REENTRANT:
             return False
         draft = self._builder.nodes[node]
         return draft.kind == "op" and not draft.autograd and node not in self._custom_nodes
 
     def _add_custom_result(self, tensor: Tensor, inner: int, function: type) -> int:
-        """Return the node of a custom function for a tensor that a layer inside of it has returned."""
+        """Return the node of a custom function that returned a tensor computed by a layer inside of it."""
         node = self._customs.get(self.owners.number(tensor) + 1)
         if node is None:
             sources = self._sources([tensor])
@@ -290,19 +295,20 @@ class TensorOrigins:
         return node
 
     def known(self, tensor: Tensor) -> int | None:
-        """Return the node that gave the tensor its present values, or None if that was not observed."""
+        """Return the node that last computed the tensor's values, or None if it was not observed."""
         if is_uninitialized(tensor):
             # An uninitialized tensor has neither shape nor values; its initialization is not recorded.
             return IGNORED
         own = self.model_tensor(tensor)
         node = self.known_tensors.of(tensor, own=own is not None)
         if own is not None and node is not None and (buffer := self._buffers.get(id(tensor), node)) != node:
-            # State that an earlier call of the module has updated, such as running statistics, is no data flow.
+            # Running statistics that an earlier call of the module has updated are state, not data flow: return the
+            # node of the buffer, unless the module is still being called.
             return node if self._is_inside(node, own[2]) else buffer
         return node
 
     def _is_inside(self, node: int, owner: int) -> bool:
-        """Return True if a node belongs to the call of a module that is in progress; the root's call always is."""
+        """Return True if a node is inside a call in progress of the module with the id ``owner``, or of the root."""
         call = next((each.node for each in reversed(self._calls) if id(each.module) == owner), 0)
         around: int | None = node
         while around is not None and around != call:
@@ -310,10 +316,10 @@ class TensorOrigins:
         return around == call
 
     def _add_unseen(self, tensor: Tensor) -> int:
-        """Add a node for an unobserved computation of a tensor, based on its part of the backward graph."""
+        """Add a node for the unobserved computation of a tensor, based on torch's backward graph."""
         function = function_behind(tensor)
         if function is not None and (known := self._customs.get(self.owners.number(tensor) + 1)) is not None:
-            # Part of this custom call was observed inside it, but not this output.
+            # Functions inside this custom call were observed, but not the one that computed this output.
             self.claim([tensor], known)
             self._add_result(tensor, known)
             return known
@@ -327,7 +333,7 @@ class TensorOrigins:
         return node
 
     def _add_result(self, tensor: Tensor, node: int) -> None:
-        """Add an output to a node that was recorded without it."""
+        """Add a tensor to the outputs of a node that was recorded without it."""
         place = 0
         if self.custom is not None and self.custom.node == node:
             self.custom.results.append(weakref.ref(tensor))
@@ -337,7 +343,7 @@ class TensorOrigins:
         self.known_tensors.bind(tensor, node, output=place)
 
     def first_use(self, parameter: Parameter) -> int | None:
-        """Add the node of a parameter of the model at its first use; return ``None`` for any other."""
+        """Add the node of a model parameter at its first use and return its id. Return ``None`` for other tensors."""
         if parameter.grad_fn is not None or self.names is None or self.is_bound(parameter):
             return None
         own = self.names.tensor(parameter)
@@ -359,11 +365,11 @@ class TensorOrigins:
         return node
 
     def _is_made_of_others(self, tensor: Tensor) -> bool:
-        """Return True if a tensor was computed before the step from trained tensors that the model does not have."""
+        """Return True if a tensor was computed before the step from leaf tensors that do not belong to the model."""
         todo = [tensor.grad_fn] if self.names is not None else []
         leaves = []
         for node in todo:
-            leaf = getattr(node, "variable", None)  # of the end of the backward graph
+            leaf = getattr(node, "variable", None)  # only the node of a leaf tensor has it
             leaves += [] if leaf is None else [leaf]
             todo += [before for before, _ in node.next_functions if before is not None] if node is not None else []
             if len(todo) > _MOST_STEPS_BACK:
@@ -371,9 +377,9 @@ class TensorOrigins:
         return bool(leaves) and all(self.model_tensor(leaf) is None for leaf in leaves)
 
     def _owning_call(self, names: Sequence[str], owner: int) -> int:
-        """Return the innermost call in progress of a module that owns a tensor, or of a module around an owner.
+        """Return the innermost call in progress of a module that owns a tensor or contains an owner.
 
-        A list of parameters is never called itself, nor is a layer of which only the weight is used.
+        The owner may not be called: a ``ParameterList`` never is, nor is a layer if only its weight is used.
         """
         for call in reversed(self._calls):
             if id(call.module) == owner:
@@ -388,7 +394,10 @@ class TensorOrigins:
         return None if self.names is None else self.names.tensor(tensor)
 
     def claim(self, tensors: Sequence[Tensor], node: int, start: int | None = None) -> None:
-        """Assign the new part of torch's backward graph behind results to a node: for a function, after ``start``."""
+        """Assign new autograd nodes behind the tensors to a recorded node.
+
+        For the results of a function, ``start`` is the sequence number before it ran.
+        """
         owners = self.owners
         names = owners.claim(tensors, node) if start is None else owners.claim_new(tensors, node, start)
         if names and node >= 0:
@@ -396,14 +405,14 @@ class TensorOrigins:
             draft.autograd = draft.autograd + names if draft.autograd else names
 
     def autograd_nodes(self, tensors: Iterable[Tensor], node: int) -> Iterator[AutogradNode]:
-        """Yield the nodes of torch's backward graph behind some tensors that were assigned to a recorded node."""
+        """Yield the autograd nodes behind the tensors that were assigned to a recorded node."""
         return self.owners.owned(tensors, node)
 
     def _sources(self, tensors: Iterable[Tensor]) -> list[tuple[int, TensorMeta | None]]:
-        """Return the inputs of an unobserved computation of some tensors, based on torch's backward graph."""
+        """Return the inputs of the unobserved computation of the tensors, based on torch's backward graph."""
         leaves, owners = self.owners.sources(tensors)
         found = [(self.of(leaf), meta_of(leaf)) for leaf in leaves]
-        # It is unknown which of an owner's outputs was used, so the first one is taken.
+        # It is unknown which output of an owner was used. Assume the first.
         return [*((owner, next(iter(self._builder.nodes[owner].outputs), None)) for owner in owners), *found]
 
 

@@ -1,8 +1,8 @@
 """The names of the arguments of functions that torch implements in C, taken from torch's own schemas.
 
-``inspect`` knows no signature of such a function, and the list in ``torch.overrides`` leaves parameters out. A function
-has several overloads, as ``sum(dtype)`` and ``sum(dim, keepdim, dtype)``: the types of the arguments tell which is
-called.
+``inspect`` finds no signature of such a function, and the list in ``torch.overrides`` is incomplete. A function has
+several overloads, such as ``sum(dtype)`` and ``sum(dim, keepdim, dtype)``. The types of the arguments determine which
+one is called.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from lightning_recorder.internals.autograd import schemas_of
 
 __all__ = ["TENSOR", "Omitted", "as_declared", "is_equal", "named_arguments"]
 
-# Torch accepts the names of NumPy too.
+# torch also accepts the argument names of NumPy.
 _OTHER_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "self", "x1": "self", "x2": "other", "input": "self"}
 _OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "invert": "bitwise_not"}
-_VARIANCES = ("std", "var", "std_mean", "var_mean")  # by default unbiased, which is a correction of 1
+_VARIANCES = ("std", "var", "std_mean", "var_mean")  # the default correction is 1 (unbiased)
 _NUMBERS = ("int", "float", "complex", "bool")
 _ACCEPTED = {
     "Tensor": ("tensor",),
@@ -40,13 +40,14 @@ _ACCEPTED = {
     "Generator": ("object",),
 }
 _INTEGERS = ("List[int]", "List[SymInt]")
-# A tensor with one value is accepted as a number, and a number as a tensor; a closer overload is preferred.
+# torch accepts a tensor with one element as a number, and a number as a tensor. Overloads without conversions are
+# preferred.
 _CONVERTED = {"Tensor": _NUMBERS, **dict.fromkeys(("int", "SymInt", "float", "number", "Scalar", "bool"), ("tensor",))}
 _NO = 1000
 
 
 class Omitted:
-    """Stands for a tensor, or for an object whose text may change from run to run."""
+    """A placeholder for a tensor, or for an object whose text may differ between runs."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -61,8 +62,8 @@ TENSOR = Omitted("tensor")
 class _Parameter(NamedTuple):
     name: str
     kind: str
-    optional: bool  # None is accepted
-    length: int | None  # of a list that may be given as one number
+    optional: bool  # True if None is accepted
+    length: int | None  # the length of the list, if a single number may be passed instead
     only_keyword: bool
     required: bool
     default: Any
@@ -73,11 +74,11 @@ def named_arguments(
 ) -> dict[str, Any] | None:
     """Return the arguments of a call by name, without those that equal their default.
 
-    The same call has the same result, whether it is written as a function, as a method or as an operator, and with or
-    without keywords.
+    The result does not depend on how the call is written: as a function, a method or an operator, with or without
+    keywords.
 
     Returns:
-        ``None`` if torch has no schema that fits.
+        The arguments, or ``None`` if no schema of torch fits the call.
     """
     kinds = tuple(map(_kind, args))
     chosen = _overload(function, kinds, tuple((name, _kind(value)) for name, value in kwargs.items()))
@@ -100,7 +101,7 @@ def named_arguments(
 
 
 def _kind(value: Any) -> Any:
-    """Return the type of an argument as text, or those of the entries of a tuple."""
+    """Return the type of an argument as text; for a tuple, the types of its entries."""
     if value is TENSOR:
         return "tensor"
     if isinstance(value, tuple):
@@ -112,7 +113,7 @@ def _kind(value: Any) -> Any:
 def _overload(
     function: Callable[..., Any], kinds: tuple[Any, ...], named: tuple[tuple[str, Any], ...]
 ) -> tuple[_Parameter, ...] | None:
-    """Return the parameters of the overload that is called; ``None`` if there is none."""
+    """Return the parameters of the overload that a call selects; ``None`` if no overload fits."""
     best, fewest = None, _NO
     for parameters in _overloads(function):
         conversions = _conversions(parameters, kinds, named)
@@ -122,7 +123,7 @@ def _overload(
 
 
 def _conversions(parameters: tuple[_Parameter, ...], kinds: tuple[Any, ...], named: Iterable[tuple[str, Any]]) -> int:
-    """Return the number of arguments that an overload converts; ``_NO`` or more if it does not accept them."""
+    """Return the number of arguments that an overload converts; ``_NO`` or more if it does not accept the arguments."""
     if _is_spread(parameters, kinds):
         numbers = [kind for kind in kinds if kind == "int"]
         kinds = (*kinds[: len(kinds) - len(numbers)], tuple(numbers))
@@ -144,7 +145,7 @@ def _conversion(parameter: _Parameter, kind: Any) -> int:
         return 0 if parameter.optional else _NO
     if isinstance(kind, tuple) or wanted.startswith("List["):
         return _conversion_of_list(parameter, kind)
-    # A type that is not listed is never told from others by it.
+    # A parameter type that is not listed accepts everything.
     if wanted not in _ACCEPTED or kind in _ACCEPTED[wanted]:
         return 0
     return 1 if kind in _CONVERTED.get(wanted, ()) else _NO
@@ -164,7 +165,7 @@ def _conversion_of_list(parameter: _Parameter, kind: Any) -> int:
 
 
 def _is_spread(parameters: tuple[_Parameter, ...], kinds: tuple[Any, ...]) -> bool:
-    """Return True if the sizes are given one by one, as in ``x.view(2, 3)``."""
+    """Return True if the sizes are separate arguments, as in ``x.view(2, 3)``."""
     places = [each for each in parameters if not each.only_keyword]
     return (
         bool(places)
@@ -182,7 +183,7 @@ def _known_name(name: str, parameters: tuple[_Parameter, ...]) -> str:
 
 
 def as_declared(function: Callable[..., Any], name: str, value: Any) -> Any:
-    """Return an argument of a Python function of torch in the form that the schema of the same name declares."""
+    """Return an argument of a Python function of torch in the form that the schema of that function name declares."""
     if not str(getattr(function, "__module__", "")).startswith("torch"):
         return value
     every = (each for parameters in _schemas(function.__name__) for each in parameters if each.name == name)
@@ -191,7 +192,7 @@ def as_declared(function: Callable[..., Any], name: str, value: Any) -> Any:
 
 
 def _as_declared(parameter: _Parameter, value: Any) -> Any:
-    """Return a value in the one form that stands for all that torch accepts."""
+    """Return the canonical form of an argument: torch accepts several forms of the same value."""
     if isinstance(value, torch.Size):
         value = tuple(value)
     if parameter.kind == "float" and type(value) is int:
@@ -216,13 +217,13 @@ def _is_default(parameter: _Parameter, value: Any) -> bool:
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """Compare two values, and tell numbers from truth values."""
+    """Return True if two values are equal. A bool never equals a number."""
     return isinstance(one, bool) is isinstance(other, bool) and bool(one == other)
 
 
 @lru_cache(4096)
 def _overloads(function: Callable[..., Any]) -> tuple[tuple[_Parameter, ...], ...]:
-    """Return the parameters of each overload of a function; empty for a function of Python."""
+    """Return the parameters of each overload of a function; empty for functions implemented in Python."""
     name = getattr(function, "__name__", "")
     if isinstance(inspect.unwrap(function), FunctionType) or name in ("__getitem__", "__setitem__", "__get__"):
         return ()

@@ -1,4 +1,4 @@
-"""The recorded function that created each node of torch's backward graph."""
+"""The recorded node that created each node of torch's backward graph."""
 
 from __future__ import annotations
 
@@ -18,54 +18,56 @@ from lightning_recorder.internals.autograd import (
 
 __all__ = ["AutogradOwners"]
 
-# With 50,000 nodes in a row the process crashes. The taps may visit 20,000 of the same nodes.
+# torch frees a chain of autograd nodes recursively if Python has visited them: a chain of 50,000 crashes the process.
+# The taps may visit 20,000 of the same nodes.
 _MOST_NODES = 15_000
 
 
 @lru_cache(1024)
 def _shared(*names: str) -> tuple[str, ...]:
-    """Return a tuple that all functions of a kind share, to save memory."""
+    """Return the names as a tuple that functions with the same autograd nodes share, to save memory."""
     return names
 
 
 class AutogradOwners:
-    """Remembers the recorded node that created each node of the backward graph, without keeping any node alive.
+    """Remembers the recorded node that created each autograd node, without keeping any autograd node alive.
 
-    A node of the backward graph is identified by its sequence number, since its Python object is not stable: it is
-    recreated when no other reference is left. A thread numbers its nodes in the order of creation. Nodes of another
-    thread, such as those of a gradient computed on a GPU with ``create_graph``, may be confused with nodes of this
-    thread. Only the first 15,000 nodes of a graph are tracked.
+    The recorded node is called the owner of the autograd node. An autograd node is identified by its sequence number,
+    because torch recreates its Python object when no reference is left. Each thread numbers its autograd nodes in the
+    order of creation. So autograd nodes of another thread, such as the nodes of a gradient computed on a GPU with
+    ``create_graph``, may be confused with nodes of this thread. Only the first 15,000 autograd nodes are tracked.
     """
 
     def __init__(self) -> None:
         self._first = self.complete_until = sequence_number()
-        """Each node that was created before this number has an owner or belongs to no recorded result."""
+        """Each autograd node with a lower number has an owner, or belongs to no recorded result."""
         self._owners: dict[int, int] = {}
         self._unreached: set[int] = set()
-        """Nodes without an owner that no result of a recorded function leads to."""
+        """The autograd nodes without an owner that are not in the backward graph of any recorded result."""
 
     def is_new(self, tensor: Tensor) -> bool:
-        """Return True if a tensor was computed since the recording began by a node that has no owner."""
+        """Return True if the ``grad_fn`` of a tensor was created since the recording began and has no owner."""
         node = self._made_by(tensor)
         return node is not None and self._is_unowned(sequence_number_of(node))
 
     def of(self, tensor: Tensor) -> int | None:
-        """Return the owner of the node that created a tensor; ``None`` if there is no such node, or it has no owner."""
+        """Return the owner of a tensor's ``grad_fn``; ``None`` if there is no ``grad_fn`` or no owner."""
         return self._owners.get(self.number(tensor))
 
     def number(self, tensor: Tensor) -> int:
-        """Return the sequence number of the node that created a tensor, or that of a leaf if there is none."""
+        """Return the sequence number of a tensor's ``grad_fn``; ``LEAF_NUMBER`` if there is none."""
         node = self._made_by(tensor)
         return LEAF_NUMBER if node is None else sequence_number_of(node)
 
     def claim_usual(self, tensor: Tensor, owner: int, start: int, end: int) -> tuple[str, ...]:
-        """Return the result of :meth:`claim_new` for one result outside of transforms, if all other nodes have owners.
+        """Do the same as :meth:`claim_new` faster, for a single result outside of transforms.
 
-        The recorded node ran between the sequence numbers ``start`` and ``end``.
+        All autograd nodes before ``start`` must have owners. The function ran between the sequence numbers ``start``
+        and ``end``.
         """
         if end <= start + 2 and len(self._owners) < _MOST_NODES and (node := tensor.grad_fn) is not None:
             names: tuple[str, ...] = ()
-            # A function usually creates one node, or two as ``linear`` does.
+            # A function usually creates one autograd node, or two, as ``linear`` does.
             if sequence_number_of(node) == end - 1:
                 names = _shared(node.name()) if end == start + 1 else _pair(node, start)
             if names:
@@ -75,33 +77,35 @@ class AutogradOwners:
         return self.claim_new((tensor,), owner, start)
 
     def claim_new(self, tensors: Sequence[Tensor], owner: int, start: int) -> tuple[str, ...]:
-        """Assign all nodes that were created since ``start`` to one recorded node, and those behind its results.
+        """Assign the autograd nodes behind the results of a recorded node to it.
+
+        Other autograd nodes created since ``start`` are remembered as belonging to no result.
 
         Returns:
-            The types of the nodes behind the tensors, starting with the last.
+            The types of the assigned autograd nodes, starting with the last.
         """
         end = sequence_number()
         complete = self.complete_until == start
         if complete and end == start:
             return ()
-        # All new nodes are known to be new, so the search ends with the last one.
+        # The number of new autograd nodes is known, so the search can end with the last of them.
         names = self.claim(tensors, owner, end - start if complete and not self._unreached else _MOST_NODES)
         if not (complete and len(names) == end - start) and len(self._owners) < _MOST_NODES:
-            # Such as those of intermediate results that nothing uses, or of the tangents of forward-mode gradients.
+            # Such as the autograd nodes of unused intermediate results, or of the tangents of forward-mode gradients.
             self._unreached.update(number for number in range(start, end) if number not in self._owners)
             self._count()
         return names
 
     def claim(self, tensors: Iterable[Tensor], owner: int, most: int = _MOST_NODES) -> tuple[str, ...]:
-        """Assign the autograd nodes behind the tensors that have no owner yet, or the first few, to a recorded node.
+        """Assign up to ``most`` autograd nodes behind the tensors that have no owner yet to a recorded node.
 
         Returns:
-            The types of these nodes, starting with the last.
+            The types of the assigned autograd nodes, starting with the last.
         """
         names: list[str] = []
         todo = [node for tensor in tensors if (node := self._made_by(tensor)) is not None]
         owners, first = self._owners, self._first
-        for node in todo:  # which grows
+        for node in todo:  # todo grows during the loop
             number = sequence_number_of(node)
             if number >= first and number not in owners:
                 owners[number] = owner
@@ -118,7 +122,7 @@ class AutogradOwners:
         self.complete_until = self._first + len(self._owners) + len(self._unreached)
 
     def owned(self, tensors: Iterable[Tensor], owner: int) -> Iterator[AutogradNode]:
-        """Yield the nodes behind some tensors that were assigned to one recorded node, starting with the last."""
+        """Yield the autograd nodes behind the tensors that have this owner, starting with the last."""
         todo = [node for tensor in tensors if (node := self._made_by(tensor)) is not None]
         seen: set[int] = set()
         while todo:
@@ -130,7 +134,7 @@ class AutogradOwners:
                 todo.extend(before for before, _ in node.next_functions if before is not None)
 
     def sources(self, tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[int]]:
-        """Return what enters the autograd nodes behind the tensors that have no owner: leaf tensors and owners."""
+        """Return the inputs of the autograd nodes without owner behind the tensors: leaf tensors, and owners."""
         leaves: dict[int, Tensor] = {}
         owners: list[int] = []
         seen: set[int] = set()
@@ -152,22 +156,22 @@ class AutogradOwners:
         return number >= self._first and number not in self._owners
 
     def _made_by(self, tensor: Tensor) -> AutogradNode | None:
-        # torch frees a chain of nodes that Python has seen recursively, so a long chain overflows the stack.
+        # See _MOST_NODES: a longer chain could overflow the stack when torch frees it.
         if len(self._owners) >= _MOST_NODES:
             return None
         if in_transform():
-            # A torch.func wrapper has a backward graph of its own, which ends with the transform.
+            # A torch.func wrapper has its own backward graph, which is discarded when the transform ends.
             tensor = unwrapped(tensor)
         try:
             return tensor.grad_fn if tensor.requires_grad else None
         except RuntimeError:
-            # A view made without gradients, whose base was changed in place with gradients enabled, as AdamW does with
-            # the real view of a complex parameter.
+            # torch raises for a view created under no_grad whose base was changed in place with gradients enabled, as
+            # AdamW does with the real view of a complex parameter.
             return None
 
 
 def _pair(node: AutogradNode, number: int) -> tuple[str, ...]:
-    """Return the types of a node and of the one before it that has a number; empty if there is no such node."""
+    """Return the types of a node and of its predecessor with a sequence number; empty if there is no predecessor."""
     for before, _ in node.next_functions:
         if before is not None and sequence_number_of(before) == number:
             return _shared(node.name(), before.name())

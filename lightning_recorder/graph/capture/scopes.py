@@ -1,4 +1,4 @@
-"""The parts of a training step and the nodes that belong to each."""
+"""The scopes of a training step, such as the loss, and the nodes in each scope."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Scopes"]
 
 
 class Scopes:
-    """The parts of a training step: the nodes that lead to each backward pass, and the loss among them."""
+    """Divides the nodes of a training step into scopes: one for each backward pass, and one for each loss."""
 
     def __init__(self, builder: GraphBuilder, scope: str) -> None:
         self._nodes = builder.nodes
@@ -42,9 +42,9 @@ class Scopes:
         return named
 
     def _leading(self) -> set[int]:
-        """Return the nodes that lead to a backward pass, by their outputs or by a node inside them."""
+        """Return the nodes with a path to a backward pass, and the calls that contain such nodes."""
         found: set[int] = set()
-        # The users of a tensor come after its source, so in reverse order they are decided first.
+        # The users of a tensor come after its source, so they are visited first in reverse order.
         for number in range(len(self._nodes) - 1, -1, -1):
             node = self._nodes[number]
             if (
@@ -58,7 +58,10 @@ class Scopes:
         return found
 
     def _ends(self, passes: list[int], leading: set[int]) -> list[int]:
-        """Return the last node of each part but the last: a backward pass or step before another loss is computed."""
+        """Return the last node of each turn except the last turn.
+
+        A turn ends with the last backward pass or optimizer step before another loss is computed.
+        """
         ends = []
         for one, other in pairwise(passes):
             end = max(number for number in range(one, other) if _is_boundary(self._nodes[number]))
@@ -67,13 +70,13 @@ class Scopes:
         return ends
 
     def _loss(self, leading: set[int]) -> set[int]:
-        """Return the nodes between the last layer with parameters and a backward pass, with the nodes inside them."""
-        place: dict[int, int] = {}  # the ancestor directly in the root, for each node
+        """Return the nodes between the last layer with parameters and a backward pass, with their contents."""
+        place: dict[int, int] = {}  # the ancestor of each node that is a child of the root
         layers: set[int] = set()
         for number, node in enumerate(self._nodes):
             if node.parent is not None:
                 place[number] = place.get(node.parent, number)
-                # A buffer does not make a layer: the class weights of a loss are a buffer, too.
+                # A node with only buffers is not a layer, since a loss may have class weights as a buffer.
                 if node.kind == "parameter" or node.parameters:
                     layers.add(place[number])
         layers |= self._layers_of_the_root()
@@ -87,7 +90,7 @@ class Scopes:
             behind = node.kind in ("op", "module") and number not in layers and users and users <= found
             if _is_backward(node) or behind:
                 found.add(number)
-        # A computation on the targets alone, before they are combined with the model output, is not part of the loss.
+        # Computations on the targets alone, before they meet the model output, are not part of the loss.
         found = found & {place[number] for number in self._trained()} or found
         return {number for number, root in place.items() if root in found and not _is_backward(self._nodes[root])}
 
@@ -102,10 +105,13 @@ class Scopes:
         return found
 
     def _layers_of_the_root(self) -> set[int]:
-        """Return the non-scalar functions directly in the root that combine a parameter with another tensor."""
+        """Return the functions among the root's children that combine a parameter with another tensor.
+
+        Functions with only scalar outputs are left out.
+        """
         found = set()
         for number, sources in self._sources.items():
-            # A function of parameters alone is not a layer, such as their norm, which is added to the loss.
+            # A function of parameters alone is not a layer. It may be a norm that is added to the loss.
             joins = len({self._nodes[source].kind == "parameter" for source in sources}) == 2
             if joins and _is_large(self._nodes[number]):
                 found.add(number)

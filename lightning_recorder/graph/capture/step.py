@@ -30,14 +30,15 @@ from lightning_recorder.structure import held_tensors, ignore_unknown, iter_tens
 
 __all__ = ["StepRecording"]
 
-# Functions that take the shape or the dtype of another tensor. An edge from it would look like a skip connection.
+# Functions that use only the shape or dtype of their second tensor. An edge from that tensor would look like a skip
+# connection.
 _LIKE_ANOTHER = ("reshape_as", "view_as", "expand_as", "type_as")
 
 # The functions with which optimizers reset gradients.
 _ZEROES = ("zero", "foreach_zero")
 
-# The functions that return the values of a tensor as numbers. They are nodes for an input of the model only, which
-# would vanish otherwise: a metric of a loss is not part of the computation.
+# The functions that return the values of a tensor as numbers. They are nodes only if they read an input of the model,
+# since the input would have no user otherwise. A loss that is read for logging is not part of the computation.
 _READS = ("item", "tolist", "numpy", "array", "bool", "int", "float", "index", "complex")
 
 _TENSORS = frozenset((Tensor, nn.Parameter, type(None)))
@@ -48,7 +49,7 @@ _SET_DATA = cast(Any, Tensor.data).__set__
 
 @dataclass(frozen=True)
 class _Failure:
-    """A function that raised, while it is unknown whether the model handles the error."""
+    """A function that raised. It is still unknown whether the model handles the error."""
 
     name: str
     origins: list[tuple[int, TensorMeta]]
@@ -57,13 +58,13 @@ class _Failure:
 
 
 class StepRecording:
-    """Builds a graph from notifications, in the order of time.
+    """Builds a graph from notifications, which come in execution order.
 
     The recording is notified at the beginning and end of each module call, and after each function. It finds the node
     that returned each tensor, without keeping any tensor alive.
 
-    ``times`` measures each module call, and ``costs`` each function; see :class:`Costs`. ``outermost`` leaves out the
-    code of callbacks that a trainer runs.
+    ``times`` measures the time of each module call. ``costs`` measures each function; see :class:`Costs`. ``outermost``
+    leaves out the callbacks that a trainer runs.
     """
 
     def __init__(self, root: nn.Module, *, times: bool = False, costs: bool = False, outermost: bool = False) -> None:
@@ -74,10 +75,10 @@ class StepRecording:
         self._counts: dict[str, int] = {}
         self._failure: _Failure | int | None = None  # an int is the id of an existing node
         self._failed_at = 0
-        """The number of nodes when the failure was noted. If there are more, the model has handled the error."""
+        """The number of nodes when the failure was noted. If nodes were added since, the model handled the error."""
         self._known: dict[str, weakref.ref[nn.Module]] = {}
         self._trained: dict[str, bool] = {}
-        """The name of each parameter, with True for those that require a gradient."""
+        """By parameter name: True if the parameter requires a gradient."""
         self._registered: set[str] = set()
         """The names of the registered modules."""
         self.gradients = Gradients(self._builder, self._origins, root)
@@ -87,14 +88,14 @@ class StepRecording:
         self.costs = Costs(self._builder, self._origins, root) if costs else None
         self._outermost = outermost
         self._unobserved: set[int] = set()
-        """The calls in which a computation was not observed, so that the parameters that it used are unknown."""
+        """The calls with an unobserved computation. The parameters that these calls used are unknown."""
         self._builder.nodes[0].type_name = class_name(type(root))
         self._with_gradients = torch.is_grad_enabled()
-        """False if there are no gradients from the beginning, so that no function stops one."""
+        """False if gradients were disabled when the recording began. Then no function can stop a gradient."""
         self.fast_path = FastPath(self._builder, self._origins, self._calls, outermost)
 
     def name_modules(self, registered: Mapping[str, nn.Module]) -> None:
-        """Use the names of the model's modules and tensors from now on; see :class:`ModelNames`."""
+        """Name the model's modules and tensors from now on; see :class:`ModelNames`."""
         self._origins.names = ModelNames(registered)
 
     def stop(self) -> None:
@@ -107,7 +108,7 @@ class StepRecording:
         self._origins.forget()
 
     def _read_model(self) -> None:
-        """Read the properties of the model that are needed to finish the graph, unless that was done before."""
+        """Read the properties of the model that are needed to finish the graph, unless the model was forgotten."""
         names = self._origins.names
         if names is not None:
             self._called.describe(names)
@@ -132,7 +133,7 @@ class StepRecording:
         """Add an input node for each tensor that the model takes, named by its path."""
         given: dict[int, Tensor] = {}
         for path, tensor in iter_tensors(inputs, name, unknown=ignore_unknown):
-            # A tensor that is passed twice is one input, for example tokens that are also the labels.
+            # A tensor that is passed twice is one input. For example, the tokens may also be the labels.
             if id(tensor) not in given:
                 given[id(tensor)] = tensor
                 metas = metas_of([tensor])
@@ -144,7 +145,7 @@ class StepRecording:
         objects: dict[str, object] = {}
 
         def note_object(path: str, value: object, error: Exception | None) -> None:
-            if error is None:  # a container that raises costs its tensors only
+            if error is None:  # if a container raises, only its tensors are missing
                 objects[path] = value
 
         for path, tensor in iter_tensors(outputs, name, unknown=note_object, deep=True):
@@ -155,7 +156,7 @@ class StepRecording:
                 self._note_output(path, inside, type(value).__name__)
 
     def _note_output(self, path: str, tensors: list[Tensor], type_name: str = "") -> None:
-        """Add an output node with a tensor, or for an object of this class with all tensors inside of it."""
+        """Add an output node for a tensor, or for an object of the class ``type_name`` that holds these tensors."""
         origins = self._origins.of_each(tensors)
         node = self._builder.add("output", path, 0, tuple(meta for _, meta, _ in origins))
         if type_name:
@@ -198,11 +199,11 @@ class StepRecording:
         self._called.note_recomputed(module)
 
     def _clock(self) -> float:
-        """Return the time in seconds, without the time that the recording itself has taken if that is known."""
+        """Return the time in seconds, without the overhead of the recording if the overhead is measured."""
         return time.perf_counter() - (0.0 if self.costs is None else self.costs.overhead_s)
 
     def leave_call(self, module: nn.Module, inputs: Any, output: Any, failed: bool) -> None:
-        """Record the end of a module call, the innermost one that is in progress; ``failed`` if it raised."""
+        """Record the end of the innermost call in progress of a module. ``failed`` is True if the call raised."""
         self._origins.leave_custom()
         calls = self._calls
         place = len(calls) - 1
@@ -213,8 +214,8 @@ class StepRecording:
         call = calls[place]
         if failed:
             self.note_failed(len(calls) - place)
-        # If a hook of the user raised, the hook that ends an inner call never ran; that call ends with the one around
-        # it.
+        # If a user's hook raised in an inner call, the hook that ends the inner call never ran. The inner call then
+        # ends with this one.
         del calls[place + 1 :]
         given = [output] if type(output) is Tensor else tensors_in([output])
         taken = _arguments(inputs)
@@ -234,7 +235,7 @@ class StepRecording:
             self._origins.leave_passed(call, calls[-1], given)
 
     def leave_opaque_root(self, inputs: Any, output: Any) -> None:
-        """Record a call of the model itself, if its computation is not observed at all."""
+        """Record the call of the model itself if none of its computation was observed."""
         root = self._calls[0]
         given = tensors_in([output])
         if not all(map(self._origins.is_bound, given)):
@@ -256,7 +257,11 @@ class StepRecording:
     def _note_unseen(
         self, call: int, module: nn.Module, taken: list[Tensor], given: list[Tensor], *, empty: bool = False
     ) -> None:
-        """Add a node for unobserved outputs of a call: from a fused function, TorchScript, or code outside of torch."""
+        """Add a node for the unobserved outputs of a call.
+
+        A fused function, TorchScript, or code outside of torch computed these outputs. Also add an ``identity`` node
+        for an ``empty`` call, which recorded nothing, if it returns its inputs.
+        """
         took = set(map(id, taken))
         unseen = [tensor for tensor in given if id(tensor) not in took and not self._origins.is_known(tensor)]
         if unseen:
@@ -264,7 +269,7 @@ class StepRecording:
             whole = is_opaque(module)
             used = list(parameters_of(module)) if whole else self._origins.behind(unseen)
             if whole:
-                # No submodule calls are observed, so this call counts all of the parameters.
+                # No submodule calls are observed, so this call counts all parameters of the module.
                 self._called.note_hidden(call, count(used))
             elif not used:
                 self._unobserved.add(call)
@@ -290,9 +295,9 @@ class StepRecording:
     ) -> int | None:
         """Add a node for one operation with its edges, bind its outputs to it, and return its id.
 
-        None is returned for an operation that is not part of the model. With ``of_model`` it is, whoever called it.
-        ``start`` is the sequence number of the backward graph before a function ran, and ``given`` are its other
-        arguments.
+        Return None for an operation that is not part of the model. ``of_model`` makes the operation part of the model,
+        whoever called it. ``start`` is the sequence number of the backward graph before the function ran. ``given``
+        holds the function's non-tensor arguments.
         """
         tensors = self._origins
         # Directly in the model's own step, the caller may also be a callback.
@@ -308,7 +313,7 @@ class StepRecording:
                 tensors.bind(tensor, passed)
             return None
         self._failure = None
-        # An index assignment has no output except the tensor that it wrote into.
+        # An index assignment returns nothing: its output is the tensor that it wrote to.
         metas = metas_of(outputs or written)
         inside = None if caller.custom is None else tensors.enter_custom(caller.custom, caller.source)
         if inside is not None:
@@ -335,7 +340,7 @@ class StepRecording:
 
     @staticmethod
     def usual_name(func: Any) -> str:
-        """Return the name of a function that needs no special treatment, or an empty text."""
+        """Return the name of a function, or "" if the function needs special treatment."""
         name = function_name(func)
         special = name in _ZEROES or name in _LIKE_ANOTHER or name == "grad"
         return "" if special or func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad) else name
@@ -350,10 +355,10 @@ class StepRecording:
         start: int,
         result: Any,
     ) -> int | None:
-        """Record a call of a torch function, and return the id of its node, or None if it is not part of the model.
+        """Record a call of a torch function. Return the id of its node, or None if it is not part of the model.
 
-        ``before`` has the version counters of the inputs before the call; ``start`` is the sequence number of the
-        backward graph.
+        ``before`` has the version counters of the inputs before the call. ``start`` is the sequence number of the
+        backward graph before the call.
         """
         name = function_name(func)
         if name == "grad" and func == _GRADIENT:
@@ -369,8 +374,8 @@ class StepRecording:
         elif before and before[0] is None and not is_uninitialized(inputs[0]) and inputs[0].is_inference():
             # Inference tensors have no version counter.
             written = (inputs[0],) if kwargs.get("inplace") is True or writes(func) else ()
-        # A function that returns no new tensor and writes into none is not part of the computation, such as a query of
-        # a shape, or ``contiguous`` and ``to`` if they return the tensor that they took.
+        # A function that neither returns a new tensor nor writes to one is not part of the computation. Examples are a
+        # query of a shape, and ``contiguous`` or ``to`` if they return their input.
         old = set(map(id, inputs))
         if written:
             old.difference_update(map(id, written))
@@ -381,7 +386,7 @@ class StepRecording:
             return None
         if written and name in _ZEROES:
             self.gradients.note_zeroed(written)
-        # A function that takes nothing but tensors needs no further look at its arguments.
+        # If all arguments are tensors, there are no other arguments to record.
         only_tensors = not kwargs and _TENSORS.issuperset(map(type, args))
         plain = None if only_tensors else plain_arguments(func, args, kwargs)
         if name in _LIKE_ANOTHER:
@@ -390,16 +395,20 @@ class StepRecording:
 
     def _note_data(self, target: Tensor, values: Tensor, start: int) -> int | None:
         """Record an assignment of ``target.data``."""
-        # Moving a module to its own device assigns the same parameter. The initialization of a lazy one is left out.
+        # Moving a module to its own device assigns the same parameter. The initialization of a lazy parameter is not
+        # recorded.
         same = values is target or is_uninitialized(target)
         if same or find_caller(outermost=self._outermost and len(self._calls) == 1, skip=3).trainer:
             return None
-        # A parameter is an input, too, unless it has a node already: its use counts, although its values do not.
+        # A parameter without a node is an input, too: the assignment uses the parameter, although not its values.
         first = [target] if type(target) is nn.Parameter and not self._origins.is_bound(target) else []
         return self._note("set_data", [*first, values], [target], (), start=start)
 
     def note_backward(self, losses: Any, given: Any = ()) -> int:
-        """Record the beginning of a backward pass, possibly with given gradients, and return the id of its node."""
+        """Record the beginning of a backward pass and return the id of its node.
+
+        ``given`` has the gradients that were passed to ``backward``, if any.
+        """
         self._origins.leave_custom()
         if self.costs is not None:
             self.costs.forget_saved()
@@ -446,7 +455,7 @@ class StepRecording:
         self._failed_at = len(self._builder.nodes)
 
     def note_failed(self, calls: int | None = None) -> None:
-        """Mark the innermost calls, or all of them, as failed, together with the function that raised."""
+        """Mark the innermost ``calls`` calls, or all calls, as failed. Also mark the function that raised."""
         self._origins.leave_custom()
         failure, self._failure = self._failure, None
         if self._failed_at != len(self._builder.nodes):

@@ -21,7 +21,7 @@ class BaseRenderer(ABC, Generic[Canvas]):
     canvas. Each format defines the type of its canvas.
 
     Args:
-        graph: The graph to render, without further reduction: select depth and contents by a view before.
+        graph: The graph to render. It is not reduced further: make a view before to select depth and contents.
 
     Raises:
         ArgumentError: If the argument is not a graph.
@@ -61,18 +61,18 @@ class BaseRenderer(ABC, Generic[Canvas]):
 
     @abstractmethod
     def render_recursive_node(self, canvas: Canvas, node: Node) -> None:
-        """Add a module call to the canvas, with its contents by :meth:`render_contents`."""
+        """Add a module call with contents to the canvas. Call :meth:`render_contents` to add the contents."""
 
     @abstractmethod
     def render_edge(self, canvas: Canvas, edge: Edge) -> None:
-        """Add an edge to the canvas. Both of its nodes were added before."""
+        """Add an edge to the canvas. Both nodes of the edge were added before."""
 
     def render_contents(self, canvas: Canvas, node: Node) -> None:
-        """Add the contents of a module call to the canvas, in the order of time."""
+        """Add the contents of a module call to the canvas, in execution order."""
         self.render_nodes(canvas, self.graph.children(node))
 
     def render_nodes(self, canvas: Canvas, nodes: Iterable[Node]) -> None:
-        """Add nodes to the canvas, each with its contents."""
+        """Add nodes and their contents to the canvas."""
         for child in nodes:
             if self.graph.children(child):
                 self.render_recursive_node(canvas, child)

@@ -16,11 +16,11 @@ from lightning_recorder.graph.renderers.labels import short_count
 __all__ = ["SOURCE_LINK", "Detail", "check_details", "check_measured", "describe_detail", "detail_color", "source_link"]
 
 SOURCE_LINK = "vscode://file/{path}:{line}"
-"""Opens a line in VS Code."""
+"""The address that opens a line in VS Code."""
 
 
 def source_link(source: str, template: str = SOURCE_LINK) -> str:
-    """Return the address of a line of code; empty if the line or, for ``{path}``, the file is not known.
+    """Return the address of a line of code; empty if the line is not known, or its file if ``{path}`` is used.
 
     Args:
         source: The line, such as ``models/net.py:42``, as in :attr:`Node.source`.
@@ -36,7 +36,7 @@ def source_link(source: str, template: str = SOURCE_LINK) -> str:
     path = _absolute(file) if "{path}" in template else ""
     if path is None:
         return ""
-    # On Windows a path starts with a drive, on other systems with the slash that the template has already.
+    # Remove the leading slash, since the template already has one. On Windows a path starts with a drive instead.
     place = quote(path.lstrip("/"), safe="/:")
     return template.replace("{path}", place).replace("{file}", quote(file, safe="/")).replace("{line}", line)
 
@@ -56,9 +56,10 @@ Detail = Literal["arguments", "inputs", "duration_ms", "flops", "output_bytes", 
 
 _MEASURED = ("duration_ms", "flops", "saved_bytes")
 _NUMBERS = (*_MEASURED, "output_bytes")
-# From white to the vermilion of Okabe and Ito, which is still light enough for black text at its end.
+# The color scale goes from white to a light form of the vermilion of Okabe and Ito, on which black text is readable.
 _LIGHT, _DARK = (255, 255, 255), (240, 150, 90)
-# For notes: grey for what is frozen or never called, yellow for a missing gradient, vermilion where a gradient stops.
+# Colors by note: grey for frozen or never called, yellow for a missing gradient or registration, vermilion where a
+# gradient stops.
 _NOTES = {
     "frozen": "#d9d9d9",
     "never called": "#d9d9d9",
@@ -75,10 +76,10 @@ def check_details(name: str, details: Collection[str]) -> None:
 
 
 def check_measured(detail: str | None, graph: Graph | None = None) -> None:
-    """Raise ArgumentError for colors by a detail that was not measured, or is not if there is no graph."""
+    """Raise ArgumentError for coloring by a cost that the graph has not measured. Without a graph, none is measured."""
     if detail not in _MEASURED:
         return
-    # With costs, operations may be unknown for all functions, but not their times.
+    # Check all costs: with costs=True, the operations may be unknown for all functions, but not the times.
     if graph is not None and any(getattr(node, each) is not None for node in graph.nodes for each in _MEASURED):
         return
     raise ArgumentError(f"color_by={detail!r} shows costs, which were not measured: record with costs=True")
@@ -109,7 +110,7 @@ def _with_unit(number: int, unit: str) -> str:
 
 
 def detail_color(node: Node, graph: Graph, detail: str) -> str | None:
-    """Return the color of a node: white to orange by its share of the largest value, or by its note; else None."""
+    """Return the color of a node by its note, or by the ratio of its value to the largest one; None if it has none."""
     if detail == "note":
         return next((color for start, color in _NOTES.items() if node.note.startswith(start)), None)
     value = getattr(node, detail) if detail in _NUMBERS else None

@@ -1,4 +1,4 @@
-"""Escaping of text for each output format; every renderer passes all text through these functions."""
+"""Escaping of text for each output format. Every renderer passes all text through these functions."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def dot_attribute(text: str) -> str:
 
 
 # Mermaid decodes a label before it parses it: as Markdown (some releases of 11), TeX (`$$`), icons (`fa:fa-car`) and
-# line breaks (`\n`), and again as character codes, which it has converted to `ﬂ°°35¶ß` before. So a code alone keeps a
-# character from ending the label. The zero-width blank after it keeps the character from forming markup with the text
-# that follows.
+# line breaks (`\n`). It decodes character codes last, having converted them to `ﬂ°°35¶ß` first. So a character that is
+# written as a code does not end the label. The zero-width blank after the code keeps the character from forming markup
+# with the text that follows.
 _BLANK = "#65279;"
 _OURS = frozenset("×·…→✗")
 _BETWEEN = re.compile(r"(?<=[A-Za-z0-9×·…→✗,])[ ._-](?=[A-Za-z0-9×·…→✗])")
@@ -39,7 +39,7 @@ _BETWEEN = re.compile(r"(?<=[A-Za-z0-9×·…→✗,])[ ._-](?=[A-Za-z0-9×·…
 def mermaid_label(lines: Iterable[str]) -> str:
     """Return lines as a quoted Mermaid label.
 
-    Letters, digits and harmless characters between two of them are not encoded.
+    Letters and digits are not encoded, nor are harmless characters between two of them.
     """
     return f'"{"<br/>".join(_encoded(printable(line)) for line in lines if line) or _BLANK}"'
 
@@ -59,10 +59,10 @@ def _code(char: str, index: int) -> str:
 
 
 def yaml_string(line: str) -> str:
-    """Return a line as a YAML string, of which JSON is a subset; ``<`` is escaped since it could start an HTML tag."""
+    """Return a line as a JSON string, which YAML accepts. ``<`` is escaped, since it could start an HTML tag."""
     return json.dumps(printable(line)).replace("<", "\\u003c")
 
 
 def ascii_text(text: str) -> str:
-    """Return text that TensorBoard's graph tab shows literally; the tab does not decode the escapes of its server."""
+    """Escape non-ASCII characters, because TensorBoard's graph tab does not decode the escapes of its server."""
     return text.encode("ascii", "backslashreplace").decode()

@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 __all__ = ["to_graph_def"]
 
 _MAX_NODES = 20_000
-# The tab lays out a scope recursively: a scope of 1,000 nodes in a row takes 3 s in Chromium; one of 2,000 overflows
-# the stack and shows nothing.
+# The tab lays out a scope recursively. A scope of 1,000 nodes in a row takes 3 s in Chromium. A scope of 2,000 nodes
+# overflows the stack, and the tab shows nothing.
 _MAX_SIBLINGS = 500
 
 
 def to_graph_def(graph: Graph, max_nodes: int = _MAX_NODES) -> GraphDef:
     """Convert a graph to a ``GraphDef`` of TensorBoard, in which each module call is a scope that a double click opens.
 
-    A node is named by the module calls around it, as ``encoder/layers/0/linear1/linear``; the second node of that name
-    ends in ``linear(2)``. Its ``op`` is the function, or the class of a closed module call. Parameters and buffers are
-    constants, which the tab draws as dots beside their users. An edge to the next repetition of a folded call is a
-    control dependency, which the tab draws with a dashed line. Attributes hold shapes, dtype, autograd types, source
-    line and number of parameters.
+    The name of a node contains the module calls around it, as in ``encoder/layers/0/linear1/linear``. A second node of
+    that name ends in ``linear(2)``. The ``op`` of a node is the function, or the class of a closed module call.
+    Parameters and buffers are constants, which the tab draws as dots beside their users. An edge to the next repetition
+    of a folded call is a control dependency, which the tab draws with a dashed line. Attributes hold shapes, dtype,
+    autograd types, source line and number of parameters.
 
     Args:
-        graph: Any graph. A recorded graph needs no view, since the tab opens and closes calls itself.
-        max_nodes: The largest number of nodes; the inner calls of a larger graph are closed.
+        graph: Any graph. A recorded graph needs no view, since users open and close calls in the tab.
+        max_nodes: The largest number of nodes. If the graph has more, its inner calls are closed.
 
     Raises:
         ArgumentError: If ``max_nodes`` is below 1.
@@ -59,7 +59,7 @@ def to_graph_def(graph: Graph, max_nodes: int = _MAX_NODES) -> GraphDef:
 
 
 def _small_enough(graph: Graph, max_nodes: int) -> Graph:
-    """Return the graph, or the deepest view of it that has at most ``max_nodes`` nodes."""
+    """Return the graph, or its deepest view with at most ``max_nodes`` nodes."""
     view = graph
     depth = max((node.depth for node in graph.module_calls()), default=0)
     while depth and len(drawn_nodes(view)) > max_nodes:
@@ -104,13 +104,13 @@ class _GraphDefRenderer(BaseRenderer["GraphDef"]):
 
     @override
     def render_recursive_node(self, canvas: GraphDef, node: Node) -> None:
-        """Render the contents only; the scope of the call is part of their names."""
+        """Render only the contents. Their names contain the scope of the call."""
         self.render_contents(canvas, node)
 
     @override
     def render_edge(self, canvas: GraphDef, edge: Edge) -> None:
         if edge.source not in self._defs or edge.target not in self._defs:
-            return  # an end is an open call; no view of this package makes such an edge
+            return  # the source or target is an open call; no view of this package makes such an edge
         target = self._defs[edge.target]
         if edge.relates("next"):
             # The tab draws a control dependency with a dashed line. It must follow the other inputs.
@@ -148,8 +148,8 @@ def _attributes(node: Node, graph: Graph) -> dict[str, str | int | float]:
     return {name: value for name, value in found.items() if value}
 
 
-# Names with a meaning of their own in the tab. It is written in JavaScript and keeps nodes and ops in plain objects,
-# whose built-in properties are reserved; the other names are its own root and library.
+# Names that the tab reserves. Its JavaScript keeps nodes and ops in plain objects, so the names of their built-in
+# properties are reserved. The other two names are the tab's own root and library.
 _TAKEN = frozenset(
     (
         "__defineGetter__",
@@ -201,11 +201,11 @@ def _scopes(call: str, place: int, number: int) -> list[str]:
 
 
 def _parts(node: Node, graph: Graph) -> list[str]:
-    """Return the path of a node inside its call; for a module in a list, this is the list and the index."""
+    """Return the path of a node inside its call. For a module in a list, it consists of the list and the index."""
     own = own_name(node, graph)
     dotted = own.split(".") if node.kind in ("module", "parameter", "buffer") else [own]
     *around, last = map(_part, dotted)
-    # A scope has no attributes in the tab, so its name has everything.
+    # A scope has no attributes in the tab, so its name contains the repetitions.
     again = f"(x{node.repeats}{'_same_weights' * node.shared})" if node.repeats > 1 else ""
     return [part or "unnamed" for part in (*around, last + again)]
 
@@ -213,14 +213,14 @@ def _parts(node: Node, graph: Graph) -> list[str]:
 def _numbered(name: str, call: int, given: dict[str, int]) -> str:
     """Return the name with the number of the call, or with the next free number.
 
-    The number is in brackets, which no other name contains. The tab would group five or more names such as ``add_2``
-    into one pile, regardless of the nodes between them.
+    The number is in parentheses, which no other name contains. The tab would group five or more names such as ``add_2``
+    into one node, even if other nodes are between them.
     """
     number = given[name] = max(call, given.get(name, 0) + 1)
     return f"{name}({number})" if number > 1 else name
 
 
 def _part(name: str) -> str:
-    """Return a name without characters that paths reserve: ``/`` opens a scope, ``:`` numbers outputs."""
+    """Replace characters of a name that are reserved in paths: ``/`` opens a scope, ``:`` numbers outputs."""
     kept = re.sub(r"[^A-Za-z0-9_.-]+", "_", name)
     return kept if kept == name else kept.strip("_")

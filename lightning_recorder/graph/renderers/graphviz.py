@@ -40,17 +40,17 @@ _TORCHRECORDER = {
     "styler_cls": "GraphvizRenderer(graph, styler_cls())",
     "rec": "GraphvizRenderer(collapse(rec, render_depth, leaves=False))",
 }
-"""The code to write instead of the arguments of torchrecorder's renderer."""
+"""For arguments of torchrecorder's renderer: the code to write instead."""
 
 Direction = Literal["TB", "LR", "BT", "RL"]
 
 _NOT_IN_FILES = r'[\x00-\x1f<>:"/\\|?*]'
 
-# The weight of edges on the main path; dot keeps edges with a larger weight straighter and shorter. It makes frames as
-# narrow as it can with a weight of 128, which would bend the path at each frame.
+# The weight of edges on the main path. dot keeps edges with a larger weight straighter and shorter. dot narrows frames
+# with a weight of 128. A main path with a smaller weight would bend at each frame.
 _MAIN_WEIGHT = "500"
 
-# The colors of edges between sheets, which are dark on white and differ for color-blind readers.
+# The colors of edges between sheets. They are dark on white, and color-blind readers can distinguish them.
 _LINES = ("#00795a", "#a8478a", "#a35c00", "#5e4fa2", "#0072b2", "#8c564b", "#c0392b", "#556b2f")
 
 _MEANINGS: dict[Kind, str] = {
@@ -70,13 +70,13 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
     """Renders a graph as a ``graphviz.Digraph``.
 
     Args:
-        graph: The graph to render; it is not reduced further.
+        graph: The graph to render. It is not reduced further.
         styler: The styler that decides how nodes and edges look.
-        direction: The direction of the data flow: ``"TB"``, down the page, ``"LR"``, ``"BT"`` or ``"RL"``.
+        direction: The direction of the data flow: ``"TB"`` (down the page), ``"LR"``, ``"BT"`` or ``"RL"``.
         frames: Draw a frame around the contents of an open module call.
         legend: Add a legend that explains the colors and shapes.
-        wrap: Divide a picture that is longer than a page into sheets beside each other, below each other if the data
-            flows across the page. A tensor that continues on another sheet has the same number on both.
+        wrap: Divide a picture that is longer than a page into sheets. They are beside each other, or below each other
+            if the data flows across the page. A tensor that continues on another sheet has the same number on both.
 
     Raises:
         ArgumentError: If the direction is not one of the four, or the styler is not a :class:`GraphvizStyler`.
@@ -120,12 +120,12 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         drawn = [node.id for node in drawn_nodes(graph)]
         self._sheet = sheets(graph, self._sizes, flat=flat) if wrap else dict.fromkeys(drawn, 0)
         self._between: list[Edge] = []
-        """The edges from the first side of a U-Net to the second, which is drawn upwards beside it."""
+        """The edges from the first side of a U-Net to the second side. The second side is drawn beside it, upwards."""
         if wrap and direction == "TB" and (sides := facing(graph, self._sizes)):
             self._sheet, self._between = sides
         self._rows = rows(graph, self._sizes, flat=flat) if wrap else []
         self._sheets_of: dict[int, set[int]] = {}
-        """The sheets on which each node, or anything inside it, is drawn."""
+        """By node: the sheets on which the node or a node inside it is drawn."""
         for number in drawn:
             for around in (graph[number], *graph.ancestors(graph[number])):
                 self._sheets_of.setdefault(around.id, set()).add(self._sheet[number])
@@ -135,10 +135,10 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
             if self._crosses(edge):
                 self._numbers.setdefault(self._origin(edge), len(self._numbers) + 1)
         self._now = 0
-        """The sheet to which nodes are added."""
+        """The number of the sheet to which nodes are being added."""
         loops = {edge.source: edge for edge in reversed(graph.edges) if edge.source == edge.target}
         self._further_loops = {edge for edge in graph.edges if edge.source == edge.target} - set(loops.values())
-        """The loops of nodes that have another one, which dot would draw at the same place."""
+        """Second and further loops of a node. dot would draw all loops of a node at the same position."""
 
     @override
     def make_canvas(self) -> Digraph:
@@ -154,7 +154,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         canvas.attr(
             "graph",
             rankdir=self.direction,
-            # One ranking of all nodes: that of each frame by itself may place a node above its sources.
+            # Rank all nodes together. If each frame was ranked separately, a node could be above its sources.
             newrank="true",
             ranksep="0.35",
             nodesep="0.25",
@@ -173,7 +173,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
 
     def _style(self, node: Node) -> dict[str, str]:
         if node.kind == "port":
-            # Not by a method of the user, which expects nodes with outputs.
+            # Do not call a user's override, which expects nodes with outputs.
             return GraphvizStyler.style_node(self.styler, node, self.graph)
         if not self._omits_graph:
             return self.styler.style_node(node, self.graph)
@@ -244,24 +244,25 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
                 self._render_connectors(sheet)
 
     def _crosses(self, edge: Edge) -> bool:
-        """Return True if an edge is drawn in two pieces, on two sheets."""
+        """Return True if an edge is drawn as two pieces on two sheets."""
         return self._sheet[edge.source] != self._sheet[edge.target] and edge not in self._between
 
     def _origin(self, edge: Edge) -> tuple[int, tuple[int, ...]]:
-        """Return the node that computes the tensor of an edge, before any port, and its outputs.
+        """Return the node that computes the tensor of an edge, and the indices of its outputs.
 
-        At the port of a chain, each repetition takes another tensor.
+        Ports are followed back to their source, except the port of a chain, since it passes a different tensor in each
+        repetition.
         """
         while self.graph[edge.source].kind == "port" and self.graph[edge.source].name != CHAIN:
             edge = self.graph.into(self.graph[edge.source])[0]
         return edge.source, edge.outputs
 
     def _here(self, call: Node) -> list[Node]:
-        """Return the children of a call that are on the sheet to which nodes are added."""
+        """Return the children of a call that are on the current sheet."""
         return [child for child in self.graph.children(call) if self._now in self._sheets_of[child.id]]
 
     def _render_connectors(self, canvas: Digraph) -> None:
-        """Add the places where tensors leave a sheet for another one, and where they enter it."""
+        """Add a box for each tensor that leaves the current sheet for another sheet, or enters it from there."""
         for tensor, number in self._numbers.items():
             users = [edge for edge in self.graph.edges if self._crosses(edge) and self._origin(edge) == tensor]
             color = self._color(number)
@@ -274,11 +275,11 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
                 canvas.node(f"in_{number}_{self._now}", **look, label=_connector(number, f"from {place}"))
 
     def _color(self, number: int) -> str:
-        """Return the color of the lines of a tensor that continues on another sheet."""
+        """Return the color of the edges of a tensor that continues on another sheet."""
         return "#000000" if self.styler.paper else _LINES[(number - 1) % len(_LINES)]
 
     def _place(self, number: int, other: int) -> str:
-        """Return a short name of a node, or of the largest call around it without another node and on one sheet."""
+        """Return a short name of a node, or of the largest call around it on one sheet and without ``other``."""
         around = {each.id for each in self.graph.ancestors(self.graph[other])}
         path = [self.graph[number], *self.graph.ancestors(self.graph[number])]
         node = next(each for each, outer in pairwise(path) if outer.id in around or len(self._sheets_of[outer.id]) > 1)
@@ -288,7 +289,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         alike = [each for each in self._styles if self.graph[each].kind == "op" and self.graph[each].name == node.name]
         if node.kind != "op" or len(alike) == 1:
             return name
-        # Several functions have the name, such as the concatenations of a U-Net.
+        # Several functions have the same name, such as the concatenations of a U-Net.
         behind = self._module_behind(node)
         return f"{name} before {self._name(behind)}" if behind else f"{name} {shown_shapes(node)}".strip()
 
@@ -297,7 +298,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         return ".".join(node.name.split(".")[-2:]) if node.kind == "module" and name.isdecimal() else name
 
     def _module_behind(self, node: Node) -> Node | None:
-        """Return the largest call that takes the result of a function and does not contain it, if it has a name."""
+        """Return the largest named call that takes the result of a function and does not contain the function."""
         around = {each.id for each in self.graph.ancestors(node)}
         for edge in self.graph.edges:
             if edge.source == node.id and not edge.relates("next"):
@@ -319,7 +320,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
                 super().render_nodes(frame, part)
 
     def _render_part(self, canvas: Digraph, call: Node, children: list[Node], suffix: str = "") -> None:
-        """Add children of a call to the canvas, those of a loss in a frame of their own."""
+        """Add children of a call to the canvas. The nodes of a loss get a frame of their own."""
         scopes = dict.fromkeys(child.scope for child in children if child.scope.startswith(LOSS))
         if call is not self.graph.root or not self.frames or not scopes:
             self.render_nodes(canvas, children)
@@ -357,11 +358,11 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
             canvas.edge(f"n{source}", f"out_{number}", weight=weight, color=self._color(number))
         for first, second in self._rows:
             canvas.edge(f"n{first}", f"n{second}", style="invis", weight="0")
-        # For a weight of 0, dot does not keep the order of nodes at one height.
+        # With a weight of 0, dot does not keep the order of nodes at the same height.
         weight = "1" if self._rows else "0"
         for first, second in constraints(self.graph):
             if self._sheet[first] == self._sheet[second]:
-                # Below an input begins a frame.
+                # A frame begins below an input, not at the same height.
                 least = "1" if self.graph[first].kind == "input" else "0"
                 canvas.edge(f"n{first}", f"n{second}", style="invis", weight=weight, minlen=least)
         if self.legend:
@@ -374,7 +375,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
 
 
 def _instead(styler: object) -> str:
-    """Return the end of a message about a value that is no styler: the value and the code to write instead."""
+    """Return the end of the message about a value that is no styler: the value, and the code to write instead."""
     if isinstance(styler, type) and issubclass(styler, GraphvizStyler):
         return f"the class: write {styler.__name__}()"
     if isinstance(styler, (int, float)):
@@ -383,11 +384,11 @@ def _instead(styler: object) -> str:
 
 
 def main_path(graph: Graph) -> set[tuple[int, int]]:
-    """Return the edges of the longest path through a graph, which a reader follows first."""
+    """Return the edges of the longest path through a graph. A reader follows this path first."""
     place = {node.id: number for number, node in enumerate(graph.nodes)}
     length: dict[int, int] = {}
     before: dict[int, int] = {}
-    # Sorted by time, so that the path to a node is complete before the edges that leave it.
+    # In execution order, so that the path to a node is known before its outgoing edges are visited.
     for edge in sorted(graph.edges, key=lambda each: place[each.target]):
         if place[edge.source] < place[edge.target] and length.get(edge.source, 0) + 1 > length.get(edge.target, 0):
             length[edge.target] = length.get(edge.source, 0) + 1
@@ -421,8 +422,8 @@ def _connector(number: int, text: str) -> str:
 
 
 def _movable(style: dict[str, str]) -> dict[str, str]:
-    """Return the style of a frame with empty cells on both sides of its title, by which the layout moves the title."""
-    # A frame inside a column would inherit these from it.
+    """Add empty cells on both sides of a frame's title. The layout moves the title by changing their widths."""
+    # Set these explicitly, since a frame would inherit other values from the invisible frame of its sheet.
     style = {"peripheries": "1", "margin": "8", **style}
     label = style.get("label", "")
     if not (label.startswith("<") and label.endswith(">")):

@@ -29,15 +29,15 @@ __all__ = ["DETAIL_PT", "FONT", "LOOKS", "LOSS", "NAME_PT", "GraphvizStyler", "S
 Shapes = Literal["nodes", "edges", "none"]
 
 
-# The package includes DejaVu for machines without fonts. DejaVu is also wider than its replacements, so a label that
-# was measured with it fits its box wherever the SVG is shown.
+# The package includes DejaVu for machines without fonts. DejaVu is wider than its replacements. So a label that was
+# measured with DejaVu fits its box wherever the SVG is shown.
 FONT = f"{FAMILY},Verdana,sans-serif"
 NAME_PT = 12
 DETAIL_PT = 10
 SIGN_PT = 16
 
-# Fill, border and shape by kind. The hues are those of Okabe and Ito, which color-blind readers can distinguish; the
-# shapes differ for greyscale print.
+# Fill, border and shape by kind. Color-blind readers can distinguish the hues, which are from Okabe and Ito. The shapes
+# differ for greyscale print.
 LOOKS: dict[Kind, dict[str, str]] = {
     "module": {"fillcolor": "#dbe9f6", "color": "#0072b2", "shape": "box", "style": "filled,rounded"},
     "op": {"fillcolor": "#ffffff", "color": "#8c8c8c", "shape": "box", "style": "filled"},
@@ -55,10 +55,10 @@ _CHAIN_ON_PAPER = {"fillcolor": "#ffffff", "width": "0.11", "height": "0.11"}
 _FRAMES = ("#f6f6f6", "#ededed")
 _FAILED = {"color": "#d4002a", "penwidth": "3"}
 _UNUSED = {"color": "#8c8c8c", "fillcolor": "#ffffff", "style": "filled,rounded,dashed"}
-# An edge backwards must not pull its source above its target.
+# The look of an edge to the next repetition. The layout ignores it, since it would pull its source above its target.
 _NEXT = {"style": "dashed", "constraint": "false", "color": "#0072b2"}
 
-# From https://graphviz.org/docs/nodes; dot ignores any other attribute in silence.
+# From https://graphviz.org/docs/nodes. dot silently ignores any other attribute.
 _ATTRIBUTES = frozenset(
     (
         *("area", "class", "color", "colorscheme", "comment", "distortion", "fillcolor", "fixedsize", "fontcolor"),
@@ -74,7 +74,7 @@ PAPER: dict[Kind, dict[str, str]] = {
     kind: {**look, "fillcolor": {"port": "#000000", "module": "#f2f2f2"}.get(kind, "#ffffff"), "color": "#000000"}
     for kind, look in LOOKS.items()
 }
-# The sum and the product of two tensors, as they are drawn by hand.
+# The signs for the sum and the product of two tensors.
 _SIGNS = {"add": "+", "mul": "×"}
 _ALWAYS_IN_PLACE = ("setitem", "set_data")
 _SIGN = {"shape": "circle", "width": "0.28", "fixedsize": "true"}
@@ -87,7 +87,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _with_graph(method: Method) -> Method:
-    """Decorate a method of a styler so that the graph may be omitted while it is rendered."""
+    """Decorate a method of a styler so that its ``graph`` argument may be omitted during rendering."""
 
     @functools.wraps(method)
     def wrapper(self: GraphvizStyler, part: Any, graph: Graph | None = None) -> Any:
@@ -99,24 +99,25 @@ def _with_graph(method: Method) -> Method:
 class GraphvizStyler:
     """Decides how nodes and edges look. Subclasses may override its methods.
 
-    A ``style_node(node)`` without the graph is accepted too; ``self.graph`` is then the graph that is rendered.
+    A method ``style_node(self, node)`` without the graph is accepted, too. ``self.graph`` is then the rendered graph.
 
     Args:
-        shapes: The place of tensor shapes: ``"nodes"`` for the node that returned the tensor, ``"edges"``, or
-            ``"none"``. Tooltips show them in any case.
+        shapes: Where to show tensor shapes: ``"nodes"`` (in the node that returned the tensor), ``"edges"`` or
+            ``"none"``. Tooltips always show shapes.
         details: Fields to write into the nodes, such as ``("arguments", "flops")``: any of ``arguments``, ``inputs``,
-            ``duration_ms``, ``flops``, ``output_bytes``, ``saved_bytes`` and ``note``. Tooltips show them in any case.
-        color_by: One of these fields, other than arguments and inputs, that decides the fill color: from white to
-            orange by the share of the largest value. By ``note``, frozen and unused parts are grey, parameters without
-            a gradient yellow, and functions that stop a gradient orange.
+            ``duration_ms``, ``flops``, ``output_bytes``, ``saved_bytes`` and ``note``. Tooltips always show all fields.
+        color_by: The field that decides the fill color: any field of ``details`` except ``arguments`` and ``inputs``.
+            Numbers are colored from white to orange by their ratio to the largest value. With ``note``, frozen and
+            unused modules are grey, parameters without a gradient are yellow, and functions that stop a gradient are
+            orange.
         link: The address that a node of an SVG opens, with ``{path}`` for the absolute path of its file, ``{file}`` for
             the path relative to the working directory or the installed packages, and ``{line}``. By default VS Code
-            opens the line; ``None`` makes no links. With ``{path}``, files that do not exist here are not linked.
+            opens the line. ``None`` makes no links. With ``{path}``, files that do not exist here are not linked.
         paper: Draw in black and white, for print.
-        attributes: Graphviz attributes for all nodes; they override those of the kind.
+        attributes: Graphviz attributes for all nodes. They override the attributes of the node's kind.
 
     Raises:
-        ArgumentError: If ``shapes``, ``details`` or ``color_by`` is not one of its values.
+        ArgumentError: If ``shapes``, ``details`` or ``color_by`` has an invalid value.
         UnknownArgumentError: If Graphviz has no such attribute of nodes.
     """
 
@@ -176,7 +177,7 @@ class GraphvizStyler:
         return {"URL": dot_attribute(address)} if address else {}
 
     def style_title(self, graph: Graph) -> dict[str, str]:
-        """Return the Graphviz attributes of the whole graph; the title shows the model's class and size."""
+        """Return the Graphviz attributes of the whole graph. Its title shows the model's class and size."""
         name = graph.title
         lines = (f"{_bold(name)}{small(labels.title(graph).removeprefix(name))}", small(labels.caption(graph)))
         return {
@@ -190,7 +191,7 @@ class GraphvizStyler:
         about = (labels.shown_dilations(node, graph), labels.shown_class(node), labels.size(node))
         lines = (*about, labels.same_weights(node, graph), _repetition(node, graph), labels.tied_to(node))
         return {
-            # Short lines, since the layout looks for a gap of this width between the edges from above.
+            # Keep lines short, since the layout needs a gap of this width between the edges from above.
             "label": _stacked([*([_bold(name)] if name else []), *(small(line) for line in lines if line)]),
             "tooltip": dot_attribute(_describe(node)),
             **self._address(node),
@@ -201,7 +202,7 @@ class GraphvizStyler:
         }
 
     def style_scope(self, scope: str) -> dict[str, str]:
-        """Return the Graphviz attributes of the cluster around a loss, or nodes that are all recomputed or vmapped."""
+        """Return the Graphviz attributes of the cluster around a loss, or around recomputed or vmapped nodes."""
         return {
             "label": f"<{small(scope)}>",
             "tooltip": dot_attribute(scope),
@@ -212,9 +213,9 @@ class GraphvizStyler:
     def style_edge(self, edge: Edge, graph: Graph) -> dict[str, str]:
         """Return the Graphviz attributes of an edge.
 
-        The label shows the number of tensors if there are several, or the parts of a divided tensor that are used in
-        several places, and their places among the outputs of the source if they are used in another order, such as the
-        swapped states of an LSTM cell. An edge to the next repetition of a folded call is dashed.
+        The label shows the number of tensors if there are several, or the part of the source's output if other edges
+        take other parts. If the outputs are used in a different order, such as the swapped states of an LSTM cell, the
+        label shows their indices. An edge to the next repetition of a folded call is dashed.
         """
         times, across = labels.times(edge, graph), labels.shown_across(edge, graph)
         words = [str(edge.tensor)] if self.shapes == "edges" and edge.tensor is not None else []
@@ -236,7 +237,7 @@ def _repetition(node: Node, graph: Graph) -> str:
 
 
 def _sign(node: Node, graph: Graph) -> str:
-    """Return the sign of a function that adds or multiplies two tensors and has nothing else to show, else ""."""
+    """Return a label with ``+`` or ``×`` for a plain addition or multiplication of tensors, else ""."""
     into = graph.into(node)
     several = len(into) > 1 or sum(labels.times(edge, graph) for edge in into) > 1
     is_plain = node.kind == "op" and several and node.repeats == 1 and not (node.parameters or node.remark)
@@ -248,8 +249,8 @@ def _sign(node: Node, graph: Graph) -> str:
 def _label(node: Node, graph: Graph, *, shapes: bool, details: Iterable[str] = ()) -> str:
     name = "loss → backward" if node.name == node.kind == "backward" else labels.short_name(node, graph)
     if name.startswith(f"{node.type_name}#") and not node.total_parameters:
-        name = node.type_name  # one of several that have no name in the model and are alike
-    # As torch names it.
+        name = node.type_name  # an unregistered module without parameters needs no number
+    # torch names in-place functions with an underscore at the end.
     name += "_" if node.kind == "op" and node.note == IN_PLACE and node.name not in _ALWAYS_IN_PLACE else ""
     name = f"{name} {labels.shown_times(node)}".strip()
     lines = [_bold(name) if node.kind in _PROMINENT else dot_label(name)] if name else []
@@ -265,7 +266,7 @@ def _label(node: Node, graph: Graph, *, shapes: bool, details: Iterable[str] = (
     if shapes and node.outputs:
         lines.append(small(labels.shown_shapes(node)))
     lines += [small(text) for detail in details if (text := describe_detail(node, detail))]
-    # A table rather than line breaks, for some space between the lines.
+    # A table instead of line breaks adds some space between the lines.
     rows = "".join(f"<tr><td>{line}</td></tr>" for line in lines)
     return f'<<table border="0" cellborder="0" cellspacing="0" cellpadding="1">{rows}</table>>'
 
@@ -299,5 +300,5 @@ def _bold(text: str) -> str:
 
 
 def small(text: str) -> str:
-    """Return a line of a label in small letters."""
+    """Return a line of a label in the small font."""
     return f'<font point-size="{DETAIL_PT}" color="#4d4d4d">{dot_label(text)}</font>'

@@ -28,35 +28,35 @@ __all__ = [
     "unused",
 ]
 
-_LONGEST_NAME = 60  # characters
+_LONGEST_NAME = 60  # maximum number of characters
 _MOST_SHAPES = 2
 _MOST_DILATIONS, _MOST_UNSORTED = 4, 12
 
 
 def title(graph: Graph) -> str:
-    """Return the model's class, the recorded method, and the numbers of parameters, all and used."""
+    """Return the model's class, the recorded method, and the numbers of all and of used parameters."""
     size = f" · {_counts(graph.parameters, graph.root.used_parameters)}" if graph.parameters else ""
     failed = " · it raised" if graph.root.failed else ""
     return f"{graph.title}.{graph.scope}{size}{failed}".removeprefix(".")
 
 
 def caption(graph: Graph) -> str:
-    """Return what a view leaves out, such as ``not shown: 12 shape functions``; empty if that is nothing."""
+    """Return a caption that counts hidden nodes, such as ``not shown: 12 shape functions``; empty if there are none."""
     return f"not shown: {', '.join(graph.left_out)}" if graph.left_out else ""
 
 
 def short_name(node: Node, graph: Graph) -> str:
-    """Return a name relative to the call around it, with the number of the call; empty for a frame of repeated nodes.
+    """Return a node's name relative to the call around it, with the call number; empty for a frame of repeated nodes.
 
-    A name of more than 60 characters is cut in the middle, since names differ at their beginning or their end. The
-    number of the call is left out inside a call with the same number, if that has no other call of the module.
+    A name of more than 60 characters is shortened in the middle, since names usually differ at the beginning or the
+    end. The call number is left out if the call around the node has the same number and calls the module only once.
     """
     name = own_name(node, graph)
     return _shortened(name) if _follows_around(node, graph) else _with_call(name, node)
 
 
 def _follows_around(node: Node, graph: Graph) -> bool:
-    """Return True if a call is the only one of its module inside a call with the same number, except the first."""
+    """Return True if a later call has the same number as the call around it, which calls the module only once."""
     around = next((each for each in graph.ancestors(node) if each.name), graph.root)
     if node.call == 1 or node.call != around.call:
         return False
@@ -64,7 +64,7 @@ def _follows_around(node: Node, graph: Graph) -> bool:
 
 
 def full_name(node: Node) -> str:
-    """Return the dotted name with the number of the call; a long name is cut as in :func:`short_name`."""
+    """Return the dotted name with the call number. A long name is shortened as in :func:`short_name`."""
     return _with_call(node.name, node)
 
 
@@ -79,16 +79,17 @@ def _shortened(name: str) -> str:
 
 
 def own_name(node: Node, graph: Graph) -> str:
-    """Return a name relative to the call around it; empty for a frame of repeated nodes, which has no name.
+    """Return a node's name relative to the call around it; empty for a frame of repeated nodes, which has no name.
 
-    Inside a call that does not contain it, a module or tensor has its whole name, with the class of the model if it is
-    a part of the model itself: its name would look like that of a part of the call.
+    If the surrounding call's module does not contain the module or tensor, the full dotted name is returned. A direct
+    child of the model is then prefixed with the model's class. Otherwise it would look like a child of the surrounding
+    module.
     """
     name = node.name or ("" if node.kind == "module" else node.kind)
     if node.kind in ("module", "parameter", "buffer"):
         around = next((call.name for call in graph.ancestors(node) if call.name), "")
         is_own = not around or name.startswith(f"{around}.")
-        is_registered = name.partition("#")[0] != node.type_name  # others are named by their class
+        is_registered = name.partition("#")[0] != node.type_name  # unregistered modules are named by their class
         if not is_own and name and "." not in name and graph.root.type_name and is_registered:
             return f"{graph.root.type_name}.{name}"
         return name.removeprefix(f"{around}.") if around else name
@@ -96,24 +97,25 @@ def own_name(node: Node, graph: Graph) -> str:
 
 
 def class_and_size(node: Node) -> str:
-    """Return a module's class with the number of its parameters, open or closed; see :func:`size`.
+    """Return a module's class with the number of its parameters; see :func:`size`.
 
-    For a function, only the number of parameters is returned, if it has any. A class that is the name of the module is
-    left out, and a call that only writes into a tensor that it takes is marked.
+    For a function, only the number of parameters is returned, if it has any. The class is left out if it equals the
+    name of the module. A call that only writes to one of its inputs is marked with ``in place``.
     """
     mark = node.note if node.kind == "module" and node.note == IN_PLACE else ""
     return " · ".join(part for part in (shown_class(node), size(node), mark) if part)
 
 
 def shown_class(node: Node) -> str:
-    """Return the class of a module, unless the name of the module is the same word."""
+    """Return the class of a module, or "" if the class equals the name of the module."""
     return "" if node.type_name == node.name.partition("#")[0].rpartition(".")[2] else node.type_name
 
 
 def size(node: Node) -> str:
-    """Return the number of parameters of a module with its submodules, and of those used if they are fewer.
+    """Return the number of parameters of a module with its submodules, and how many are used unless all are.
 
-    It says so if all repetitions of a node around it have the same parameters. Empty if there are no parameters.
+    ``the same each time`` is added if all repetitions of an enclosing folded node have the same parameters. Empty if
+    there are no parameters.
     """
     total = node.total_parameters or node.parameters
     again = ", the same each time" if node.shared and node.repeats == 1 else ""
@@ -124,19 +126,19 @@ def _counts(total: int, used: int | None) -> str:
     known = f"{short_count(total)} parameter{'s' * (total != 1)}"
     if used is None or used == total:
         return known
-    # The rounded numbers may be equal.
+    # If the rounded numbers are equal, show the number of unused parameters instead.
     few = short_count(used) == short_count(total)
     return f"{known}, {short_count(total - used)} unused" if few else f"{known}, {short_count(used)} used"
 
 
 def repetition(node: Node, graph: Graph) -> str:
-    """Return ``recomputed`` or ``vmapped ×3`` for a call, unless it holds for the whole call around it."""
+    """Return ``recomputed`` or ``vmapped ×3`` for a call, unless the call around it has the same note."""
     around = "" if node.parent is None else graph[node.parent].note
     return node.note if node.note.startswith((RECOMPUTED, VMAPPED)) and node.note != around else ""
 
 
 def in_bracket(node: Node, graph: Graph) -> bool:
-    """Return True if the node before or behind is recomputed or vmapped as well, so that one frame says it of all."""
+    """Return True if a recomputed or vmapped node has a neighbor with the same note, so that one frame marks both."""
     beside = graph.children(graph[node.parent]) if node.parent is not None else []
     at = beside.index(node) if node in beside else 0
     return bool(repetition(node, graph)) and any(
@@ -145,13 +147,13 @@ def in_bracket(node: Node, graph: Graph) -> bool:
 
 
 def same_weights(node: Node, graph: Graph) -> str:
-    """Return ``same weights as call 1`` for a later call of a module, unless that is true of the call around it."""
+    """Return ``same weights as call 1`` for a later call of a module, unless the call around it implies that."""
     known = node.kind == "module" and node.call > 1 and not _follows_around(node, graph)
     return "same weights as call 1" if known and (node.total_parameters or node.parameters) else ""
 
 
 def unused(node: Node, graph: Graph) -> str:
-    """Return ``not used for the loss``, or ``output``, for a call whose result nothing takes; else an empty text."""
+    """Return ``not used for the loss`` or ``not used for the output`` for a call with an unused result, else ""."""
     kinds = {each.kind for each in graph.nodes} & {"backward", "output"}
     alone = node.kind == "module" and node.outputs and not graph.out_of(node) and not graph.children(node)
     return f"not used for the {'loss' if 'backward' in kinds else 'output'}" if alone and kinds else ""
@@ -179,11 +181,11 @@ def shown_times(node: Node) -> str:
 
 
 def shown_dilations(node: Node, graph: Graph) -> str:
-    """Return the dilations of folded blocks, such as ``dilation 1, 2, …, 32``; empty if a call around says them."""
+    """Return the dilations of folded blocks, such as ``dilation 1, 2, …, 32``; empty if a call around lists them."""
     values = dilations_in(node.arguments)
     if not values or any(dilations_in(around.arguments) for around in graph.ancestors(node)):
         return ""
-    # They often begin again, as in a WaveNet.
+    # The dilations often repeat, as in a WaveNet.
     again = next(each for each in range(len(values), 0, -1) if values == values[: len(values) // each] * each)
     values = values[: len(values) // again]
     most = _MOST_DILATIONS if values == sorted(values, key=_number) else _MOST_UNSORTED
@@ -198,7 +200,7 @@ def _number(text: str) -> int:
 def shown_across(edge: Edge, graph: Graph) -> str:
     """Return the relation of an edge to the repetitions of folded nodes, such as ``next``; empty if there is none.
 
-    Inside several folded nodes, it says which of them is meant, as in ``next of ×5``.
+    If several folded nodes are nested, the text names the one that is meant, as in ``next of ×5``.
     """
     words: dict[int, list[str]] = {}
     for group, word in edge.across:
@@ -220,12 +222,13 @@ def _relation(words: list[str]) -> str:
 
 
 def _which(group: int, words: list[str], edge: Edge, graph: Graph) -> str:
-    """Return which folded node the words are about, as in `` of ×5``, if they could be about another one."""
+    """Return the folded node that the words refer to, as in `` of ×5``, or "" if only one node is possible."""
     goals, sources = (
         {node.id: node.repeats for node in (graph[end], *graph.ancestors(graph[end])) if node.repeats > 1}
         for end in (edge.target, edge.source)
     )
-    # Those around both ends for "next", and else those around one of them: around the source for "all".
+    # The possible nodes depend on the word. For "next": the folded nodes around both ends. For "all": the folded nodes
+    # around the source only. For other words: the folded nodes around the target only.
     one, other = (sources, goals) if "all" in words else (goals, sources)
     onward = words[0] == "next"
     possible = [node for node in one if (node in other) == onward]
@@ -238,14 +241,14 @@ def _which(group: int, words: list[str], edge: Edge, graph: Graph) -> str:
 
 
 def shown_part(edge: Edge, graph: Graph) -> str:
-    """Return the part of a tensor that an edge takes, such as ``2`` of a ``chunk``; empty if no edge takes another."""
+    """Return the part of a tensor that an edge takes, such as ``2`` of a ``chunk``; empty if all edges are equal."""
     return edge.part if any(each.part != edge.part for each in graph.out_of(graph[edge.source])) else ""
 
 
 def times(edge: Edge, graph: Graph) -> int:
-    """Return the number of tensors that an edge represents in the picture.
+    """Return the number of tensors that an edge represents in one repetition of the folded calls around it.
 
-    Inside a call that is shown once but occurs twelve times, an edge that was recorded twelve times counts as one.
+    If a call occurs twelve times but is shown once, twelve recorded edges count as one.
     """
     return max(edge.multiplicity // graph.occurrences(edge), 1)
 
@@ -254,7 +257,7 @@ def short_count(number: int) -> str:
     """Format a number with at most four digits, such as ``1.23 M``."""
     for unit, size, least in (("G", 10**9, 0), ("M", 10**6, 0), ("k", 10**3, 10**4)):
         shown = f"{number / size:.3g}"
-        # Compare the rounded number, since a slightly smaller number rounds up to the unit.
+        # Compare the rounded number, since a number slightly below the unit rounds up to it.
         if float(shown) >= 1 and number >= least:
             return f"{shown} {unit}"
     return str(number)

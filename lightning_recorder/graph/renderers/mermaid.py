@@ -22,8 +22,8 @@ from lightning_recorder.graph.renderers.labels import (
 
 __all__ = ["MermaidRenderer", "to_mermaid"]
 
-# Brackets of the shape, and style, by kind. The hues are those of the Graphviz pictures. Mermaid has no ellipse that
-# grows with its text, so tensors are pills, and parameters and buffers are cylinders.
+# For each kind: the brackets that define the shape, and the style. The hues are the same as in the Graphviz pictures.
+# Mermaid has no ellipse that grows with its text, so tensors are pills, and parameters and buffers are cylinders.
 _LOOKS: dict[Kind, tuple[str, str, str]] = {
     "module": ("(", ")", "fill:#dbe9f6,stroke:#0072b2"),
     "op": ("[", "]", "fill:#ffffff,stroke:#8c8c8c"),
@@ -39,9 +39,9 @@ _LOOKS: dict[Kind, tuple[str, str, str]] = {
 _FRAMES = ("fill:#f6f6f6,stroke:#bdbdbd", "fill:#ededed,stroke:#bdbdbd")
 _REPEATED = "stroke:#0072b2,stroke-width:2px"
 _FAILED = "stroke:#d4002a,stroke-width:3px"
-# A grey that is visible both on the frames and on a dark page.
+# This grey is visible both on the frames and on a dark page.
 _LINES = "linkStyle default stroke:#7f7f7f"
-# Mermaid 11 wraps labels at 200 pixels, less than the width of a class name with its size.
+# By default Mermaid 11 wraps labels at 200 pixels, which is too narrow for a class name with its size.
 _CONFIG = "config: {flowchart: {wrappingWidth: 600}}"
 _TEXT = "color:#1f1f1f"  # set with each fill, since a dark page uses white text by default
 
@@ -50,15 +50,15 @@ class MermaidRenderer(BaseRenderer[list[str]]):
     """Renders a graph as the lines of a Mermaid flowchart.
 
     Args:
-        graph: The graph to render; it is not reduced further.
-        direction: The direction of the data flow: ``"TB"``, down the page, ``"LR"``, ``"BT"`` or ``"RL"``.
+        graph: The graph to render. It is not reduced further.
+        direction: The direction of the data flow: ``"TB"`` (down the page), ``"LR"``, ``"BT"`` or ``"RL"``.
 
     Raises:
         ArgumentError: If the direction is not one of the four.
 
     Note:
-        Mermaid rejects flowcharts with more than 500 edges or 50,000 characters, and these limits cannot be changed on
-        GitHub. Render a view made by :func:`fit_view`.
+        Mermaid rejects flowcharts with more than 500 edges or 50,000 characters. These limits cannot be changed on
+        GitHub. To stay below them, render a view made by :func:`fit_view`.
     """
 
     def __init__(self, graph: Graph, *, direction: Direction = "TB") -> None:
@@ -72,7 +72,7 @@ class MermaidRenderer(BaseRenderer[list[str]]):
 
     @override
     def render(self) -> list[str]:
-        # The styles are last, so that a reader of the text finds the graph first.
+        # The styles come last, so that a reader of the text sees the graph first.
         return [*super().render(), *(f"  {line}" for line in self._looks())]
 
     @override
@@ -121,7 +121,7 @@ def to_mermaid(graph: Graph, direction: Direction = "TB") -> str:
     r"""Convert a graph to the text of a Mermaid flowchart, for a ``mermaid`` code block in a Markdown file.
 
     Args:
-        graph: The graph to render; it is not reduced further. See :class:`MermaidRenderer` for limits.
+        graph: The graph to render. It is not reduced further. See :class:`MermaidRenderer` for limits.
         direction: The direction of the data flow: ``"TB"``, ``"LR"``, ``"BT"`` or ``"RL"``.
 
     Raises:

@@ -1,7 +1,7 @@
 """A graph as the JSON of Google's Model Explorer.
 
-The format is that of ``model_explorer.graph_builder`` and ``model_explorer.node_data_builder`` in the package
-``ai-edge-model-explorer``: https://github.com/google-ai-edge/model-explorer/wiki
+The package ``ai-edge-model-explorer`` defines the format, in ``model_explorer.graph_builder`` and
+``model_explorer.node_data_builder``: https://github.com/google-ai-edge/model-explorer/wiki
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def to_model_explorer(graph: Graph) -> dict[str, Any]:
     shows its full name, class, autograd types and source line as attributes, and the shape and dtype of each output.
 
     Args:
-        graph: A recorded graph, which needs no view, or a view.
+        graph: A recorded graph or a view. A view is not necessary.
 
     Example:
         >>> import torch
@@ -49,11 +49,11 @@ def to_model_explorer(graph: Graph) -> dict[str, Any]:
 
 
 def to_node_data(graph: Graph, values: Mapping[str, float], name: str = "") -> dict[str, Any]:
-    """Convert values of modules to the JSON values of Model Explorer's node data, which color the nodes.
+    """Convert a value for each module to the JSON values of Model Explorer's node data, which color the nodes.
 
     Args:
         graph: The graph that was passed to :func:`to_model_explorer`.
-        values: The values by fully-qualified module name. The functions inside a module have its value.
+        values: The values by fully-qualified module name. The functions inside a module get its value.
         name: The name that Model Explorer shows for the values.
 
     Example:
@@ -74,12 +74,12 @@ def to_node_data(graph: Graph, values: Mapping[str, float], name: str = "") -> d
 
 
 def graph_id(graph: Graph) -> str:
-    """Return the id of a graph in both files."""
+    """Return the id of a graph, which is the same in the graph collection and the node data."""
     return f"{graph.title}.{graph.scope}"
 
 
 def _namespaces(graph: Graph) -> dict[int, str]:
-    """Return the path of each call; it is unique, because Model Explorer merges the layers of equal paths."""
+    """Return a unique path for each call, because Model Explorer merges layers with equal paths."""
     paths: dict[int, str] = {graph.root.id: ""}
     taken = {""}
     for call in graph.module_calls():

@@ -1,4 +1,4 @@
-"""The order of execution as constraints on a picture."""
+"""Constraints on a picture that keep the order of execution."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from lightning_recorder.graph.model import Graph, Node
 
 __all__ = ["constraints"]
 
-_NEAR, _EARLY = 3, 5  # steps
+_NEAR, _EARLY = 3, 5  # numbers of edges on a path
 
 
 def constraints(graph: Graph) -> list[tuple[int, int]]:
-    """Return pairs of drawn nodes of which the first one must not be drawn behind the second one.
+    """Return pairs of drawn nodes. The first node of a pair must not be drawn after the second node.
 
-    They keep a module call from being drawn before one that ran earlier, and a frame from being stretched by a tensor
-    that it takes from an early node beside its main input. Pairs that follow from the edges are left out.
+    The pairs keep module calls in the order in which they ran. They also keep a frame from being stretched by a tensor
+    that the frame takes from an early node in addition to its main input. Pairs that follow from the edges are left
+    out.
     """
     order = _Order(graph)
     return [pair for call in graph.nodes for pair in order.pairs(call) if order.add(*pair)]
@@ -39,7 +40,7 @@ class _Order:
                 for around in (node, *graph.ancestors(node)):
                     self._inside.setdefault(around.id, []).append(node.id)
         self._entries: dict[int, int | None] = {}
-        # The places of the inputs and random tensors that each node depends on, as the bits of a number.
+        # For each node, a bit mask of the positions of the inputs and random tensors that it depends on.
         self._data = {node.id: 0 for node in graph.nodes}
         fed = {edge.target for edge in self._onward}
         for node in graph.nodes:
@@ -49,7 +50,7 @@ class _Order:
             self._data[edge.target] |= self._data[edge.source]
 
     def _reachable(self) -> dict[int, int]:
-        """Return the places of the nodes that depend on each node, as the bits of a number."""
+        """Return for each node a bit mask of the positions of the nodes that depend on it."""
         behind: dict[int, int] = {}
         for node in reversed(self._graph.nodes):
             behind[node.id] = 1 << self._place[node.id]
@@ -58,7 +59,7 @@ class _Order:
         return behind
 
     def add(self, one: int, other: int) -> bool:
-        """Put a node before another one; return False if that is known, or contradicts what is known."""
+        """Put a node before another node. Return False if their order is already known, in either direction."""
         if self._follows(one, other) or self._follows(other, one):
             return False
         for node, behind in self._behind.items():
@@ -70,7 +71,7 @@ class _Order:
         return bool(self._behind[one] >> self._place[other] & 1)
 
     def pairs(self, call: Node) -> Iterator[tuple[int, int]]:
-        """Yield the pairs of one call."""
+        """Yield the wanted pairs for the contents of one call."""
         children = self._graph.children(call)
         if not children:
             return
@@ -79,10 +80,10 @@ class _Order:
         first = self._entry(call)
         if call.parent is not None and first is not None:
             starts = [each for each in self._starts(call) if each != first]
-            # The input of the model is drawn above the first frame that takes it, not beside it.
+            # Draw an input of the model before the first frame that takes it, not beside the frame.
             inputs = [each.source for each in self._onward if each.target == first]
             wanted += [(one, each) for one in inputs if self._graph[one].kind == "input" for each in starts]
-            # At the beginning, a constant is drawn near its users, unless many steps lead from it to the data.
+            # In an early frame, draw a constant near its users, unless a long path leads from it to the data.
             late = self._depth.get(first, 0) > _EARLY
             wanted += [
                 (first, each) for each in starts if late or self._depth.get(each) or self._lead(each, first) > _NEAR
@@ -92,10 +93,10 @@ class _Order:
                 yield one, other
 
     def _before(self, entries: Sequence[int | None], after: int | None) -> int | None:
-        """Return the entry of the call that must not be drawn behind the next one: the last call before it.
+        """Return the entry of the call that must not be drawn after the call with the entry ``after``.
 
-        A call that has no data in common with the last one and those that it depends on, such as the second tower of
-        two, stands beside the first one of them.
+        This is usually the previous call. If the call shares no data with the previous call, such as the second of two
+        towers, it may be drawn beside the first call of the other tower.
         """
         before = last = entries[-1]
         for each in reversed(entries):
@@ -106,7 +107,7 @@ class _Order:
         return before
 
     def _lead(self, start: int, entry: int) -> int:
-        """Return the number of steps from a constant to the data that enters a call at another node."""
+        """Return the length of the longest path from a constant to a node that depends on the entry of a call."""
         steps = {start: 0}
         for node in self._graph.nodes[self._place[start] :]:
             if node.id in steps and not self._follows(entry, node.id):
@@ -115,14 +116,14 @@ class _Order:
         return max(steps.values())
 
     def _starts(self, call: Node) -> list[int]:
-        """Return the drawn nodes inside a call that take nothing from other nodes inside it."""
+        """Return the drawn nodes inside a call that take no tensor from other nodes inside the call."""
         inside = self._inside.get(call.id, [])
         known = set(inside)
         fed = {edge.target for edge in self._onward if edge.target in known and edge.source in known}
         return [number for number in inside if number not in fed]
 
     def _entry(self, call: Node) -> int | None:
-        """Return the drawn node at which the data enters a call: the start that is used first and is no constant."""
+        """Return the drawn node where data enters a call: the first start that is used and is not a constant."""
         if call.id not in self._entries:
             starts = self._starts(call)
             starts = [each for each in starts if self._depth.get(each)] or starts
@@ -130,7 +131,7 @@ class _Order:
         return self._entries[call.id]
 
     def _first_use(self, start: int) -> int:
-        """Return the place of a node in time, for a port that of its first user."""
+        """Return the position of a node in execution order; for a port, the position of its first user."""
         if self._graph[start].kind != "port":
             return self._place[start]
         return min(map(self._first_use, self._users.get(start, ())), default=self._place[start])

@@ -1,4 +1,4 @@
-"""The division of a picture into sheets beside each other: a long one, or the two sides of a U-Net."""
+"""The division of a long picture, or of a U-Net into its two sides, into sheets beside each other."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from lightning_recorder.graph.views.sides import sides
 
 __all__ = ["facing", "label_size", "rows", "sheets"]
 
-_PAGE = 1800.0  # points; a shorter picture is one sheet
-_RATIO = 3.3  # of the longer to the shorter side of a picture that is one sheet
-_GOAL = 1.7  # the same for several rows
-_SHEETS_GOAL = 2.5  # the same for several sheets, whose frames the estimated breadth leaves out
-_MOST = 8  # sheets
-_LONGEST_BLOCK = 1.5 * _PAGE  # a repeated block in a shorter picture is not divided
-_SHORTEST = 0.15  # of the longest sheet; a shorter one is joined with the next one
-_WORTHWHILE = 0.66  # of the length of the picture, for the longest of its sheets
-_RANK_GAP, _NODE_GAP, _FRAME = 25.0, 18.0, 8.0  # points
-_BESIDE = 100.0  # the room between the sides of a U-Net
-_LANE = 14.0  # the room of an edge beside a node
+_PAGE = 1800.0  # the length of a page in points; a shorter picture is one sheet
+_RATIO = 3.3  # the largest aspect ratio of a picture that is one sheet
+_GOAL = 1.7  # the wanted aspect ratio of several rows
+_SHEETS_GOAL = 2.5  # the largest aspect ratio of several sheets; their estimated breadth does not include frames
+_MOST = 8  # the maximum number of sheets
+_LONGEST_BLOCK = 1.5 * _PAGE  # a repeated block may be divided if the picture is longer
+_SHORTEST = 0.15  # a sheet below this fraction of the longest sheet is joined with the next one
+_WORTHWHILE = 0.66  # the longest sheet may have at most this fraction of the length of the undivided picture
+_RANK_GAP, _NODE_GAP, _FRAME = 25.0, 18.0, 8.0  # points between ranks, between nodes, and around a frame
+_BESIDE = 100.0  # points between the sides of a U-Net
+_LANE = 14.0  # points that an edge needs beside a node
 # The mean width of a character of DejaVu Sans and the height of a line, as fractions of the font size.
 _REGULAR, _BOLD, _LINE = 0.6, 0.69, 1.17
 
 
 def label_size(label: str, name_pt: float, detail_pt: float, *, ellipse: bool = False) -> tuple[float, float]:
-    """Return the estimated width and height of a node with a label of text or of Graphviz's HTML, in points."""
+    """Return the estimated width and height in points of a node with a label, which is text or Graphviz's HTML."""
     width = height = 0.0
     for row in re.split(r"</tr>|<br\s*/?>|\\n|\n", label):
         text = html.unescape(re.sub(r"<[^>]*>", "", row)).strip("<> ")
@@ -43,20 +43,20 @@ def label_size(label: str, name_pt: float, detail_pt: float, *, ellipse: bool = 
 
 
 def sheets(graph: Graph, sizes: Mapping[int, tuple[float, float]], *, flat: bool) -> dict[int, int]:
-    """Return the sheet of each drawn node, starting at 0; there is one unless the picture is longer than a page.
+    """Return the sheet number of each drawn node, starting at 0. A picture up to the length of a page is one sheet.
 
-    No sheet needs a tensor of a later one, except one of the repetition before. A frame of repeated blocks is on one
-    sheet, unless it is nearly as long as a picture of several pages. A constant is on the sheet of the first node
-    that uses it.
+    No sheet uses a tensor of a later sheet, except tensors from the previous repetition. A frame of repeated blocks is
+    on one sheet, unless it is nearly as long as a picture of several pages. A constant is on the sheet of the first
+    node that uses it.
 
-    ``sizes`` are the width and height of each drawn node and of the title of each frame, in points. ``flat`` is True if
+    ``sizes`` has the width and height of each drawn node and of the title of each frame, in points. ``flat`` is True if
     the data flows across the page.
     """
     return _Plan(graph, sizes, flat).sheets()
 
 
 def facing(graph: Graph, sizes: Mapping[int, tuple[float, float]]) -> tuple[dict[int, int], list[Edge]] | None:
-    """Return the sides of a U-Net, as :func:`~lightning_recorder.graph.views.sides.sides`, if they fit on a page."""
+    """Return the result of :func:`~lightning_recorder.graph.views.sides.sides` if both sides fit on a page."""
     found, plan = sides(graph), _Plan(graph, sizes, flat=False)
     return found if found and plan.longest(found[0]) <= _RATIO * (plan.breadth(found[0]) + _BESIDE) else None
 
@@ -66,13 +66,13 @@ class _Plan:
         self._graph, self._sizes, self._flat = graph, sizes, flat
         self._nodes = [node for node in graph.nodes[1:] if not graph.children(node)]
         place = {node.id: number for number, node in enumerate(graph.nodes)}
-        # In a view of merged calls, an edge may go back.
+        # In a view of merged calls, an edge may lead backwards.
         self._onward = [
             edge for edge in graph.edges if not edge.relates("next") and place[edge.source] < place[edge.target]
         ]
         self._atom = {node.id: self._block(node) for node in self._nodes}
         self._constants: set[int] = set()
-        """The nodes that depend on no input and no module."""
+        """The nodes that do not depend on any input or module."""
         into: dict[int, set[int]] = {}
         for edge in self._onward:
             into.setdefault(edge.target, set()).add(edge.source)
@@ -93,7 +93,8 @@ class _Plan:
     def _places(self, *, in_turn: bool) -> tuple[dict[int, float], dict[int, float]]:
         """Return the beginning and the end of each node along the flow, in points.
 
-        With ``in_turn``, each frame begins behind the frames that ran before it, even if it needs nothing of them.
+        With ``in_turn``, each frame begins after the end of the frames that ran before it, even if it takes no tensor
+        from them.
         """
         into: dict[int, list[int]] = {}
         users: dict[int, list[int]] = {}
@@ -103,7 +104,7 @@ class _Plan:
         start: dict[int, float] = {}
         end: dict[int, float] = {}
         last: dict[int, tuple[int, float, float]] = {}
-        """The frame of each call that nodes are added to, the end of those before it, and the end of it."""
+        """For each call: its current frame, the end of the frames before this frame, and the end of this frame."""
         for node in self._nodes:
             before = [end[each] + _RANK_GAP + self._borders(each, node) for each in into.get(node.id, ())]
             frames = [*self._graph.ancestors(node)] if in_turn else []
@@ -116,7 +117,7 @@ class _Plan:
             for around in frames[1:]:
                 number, floor, bottom = last[around.id]
                 last[around.id] = number, floor, max(bottom, end[node.id])
-        # Graphviz draws a node far from its sources rather than from its users, if it has no fewer of these.
+        # Graphviz draws a node near its users if it has at least as many users as sources.
         for node in reversed(self._nodes):
             if len(users.get(node.id, ())) >= max(1, len(into.get(node.id, ()))):
                 after = min(start[each] - self._borders(node.id, self._graph[each]) for each in users[node.id])
@@ -125,7 +126,7 @@ class _Plan:
         return start, end
 
     def _borders(self, source: int, target: Node) -> float:
-        """Return the room of the borders and titles of frames between two nodes, in points."""
+        """Return the space in points that borders and titles of frames need between two nodes."""
         around = {each.id for each in self._graph.ancestors(self._graph[source])}
         inside = [each.id for each in self._graph.ancestors(target)]
         entered = [each for each in inside if each not in around]
@@ -133,11 +134,11 @@ class _Plan:
         return sum(_FRAME + (0 if self._flat else self._along(each)) for each in entered) + _FRAME * left
 
     def extent(self) -> tuple[float, float]:
-        """Return the length along the flow and the breadth."""
+        """Return the length of the picture along the flow, and its breadth, in points."""
         return max(self._end.values(), default=0.0), self._across()
 
     def _across(self, inside: Container[int] | None = None) -> float:
-        """Return the estimated breadth of some nodes, or of all, in points."""
+        """Return the estimated breadth in points of the nodes ``inside``, or of all nodes."""
         inside = self._start if inside is None else inside
         changes: list[tuple[float, float]] = []
         for node in (each for each in self._nodes if each.id in inside):
@@ -168,7 +169,7 @@ class _Plan:
         for atom in (self._atom, nodes) if long > _LONGEST_BLOCK else (self._atom,):
             self._atom = atom
             options = [self._divided(long, number) for number in range(2, most + 1)]
-            # A block that cannot be divided may be nearly as long as the picture.
+            # A division is not worthwhile if a block that must stay whole is nearly as long as the picture.
             found = [each for each in options if self.longest(each) <= _WORTHWHILE * long]
             if found:
                 fitting = (each for each in found if self.longest(each) <= _SHEETS_GOAL * self.breadth(each))
@@ -176,7 +177,7 @@ class _Plan:
         return one
 
     def breadth(self, sheet: Mapping[int, int]) -> float:
-        """Return the estimated breadth of all sheets beside each other, in points."""
+        """Return the estimated breadth of all sheets beside each other, in points. ``sheet`` maps nodes to sheets."""
         on: dict[int, set[int]] = {}
         for node, number in sheet.items():
             on.setdefault(number, set()).add(node)
@@ -184,7 +185,7 @@ class _Plan:
 
     def longest(self, sheet: Mapping[int, int]) -> float:
         """Return the length of the longest sheet, in points."""
-        # A constant is drawn anywhere before its users, and anywhere if these are on another sheet.
+        # Nodes without edges on their own sheet, and constants, can be drawn anywhere, so they do not count.
         free = set(sheet)
         for edge in self._onward:
             if edge.source in sheet and sheet[edge.source] == sheet.get(edge.target):
@@ -195,7 +196,7 @@ class _Plan:
         return max((max(each) - min(each) for each in ends.values()), default=0.0)
 
     def _divided(self, long: float, number: int) -> dict[int, int]:
-        """Return the sheet of each node if there are this many sheets, or fewer."""
+        """Return the sheet of each node for a division into at most ``number`` sheets."""
         cuts = self._cuts(long, number)
         sheet = {node: sum(at >= cut for cut in cuts) for node, at in self._start.items()}
         first: dict[int, int] = {}
@@ -207,16 +208,16 @@ class _Plan:
         return self._without_short({node: first[atom] for node, atom in self._atom.items()})
 
     def _without_short(self, sheet: dict[int, int]) -> dict[int, int]:
-        """Return the sheets numbered from 0, in which a short one, such as an input alone, is joined with the next."""
+        """Join short sheets, such as a single input, with the next sheet. Number the sheets from 0."""
         parts = [{node for node, at in sheet.items() if at == number} for number in sorted(set(sheet.values()))]
         lengths = [self.longest(dict.fromkeys(part, 0)) for part in parts]
         whole = [length >= _SHORTEST * max(lengths) for length in lengths]
-        # The last sheet takes what follows it.
+        # Short sheets at the end join the last sheet.
         before = [min(sum(whole[:place]), sum(whole) - 1) for place in range(len(parts))]
         return {node: number for part, number in zip(parts, before, strict=True) for node in part}
 
     def _put_in_order(self, sheet: dict[int, int]) -> None:
-        """Move blocks and nodes to the sheets behind which none of their sources is."""
+        """Move blocks and nodes to later sheets until no source is on a later sheet than its user."""
         changed = True
         while changed:
             changed = False
@@ -228,7 +229,8 @@ class _Plan:
     def _put_near_users(self, sheet: dict[int, int]) -> None:
         """Move constants, such as the queries of a DETR, to the sheet of their first user.
 
-        One stays if no other part of a frame around it is on that sheet, or if several of its sources stay.
+        A constant stays if that sheet has no other node of a frame around the constant. It moves back if several of its
+        sources stay on earlier sheets.
         """
         users: dict[int, set[int]] = {}
         into: dict[int, set[int]] = {}
@@ -250,7 +252,7 @@ class _Plan:
             sheet[node.id] = max(before) if len(before) > 1 else sheet[node.id]
 
     def _mend(self, sheet: dict[int, int]) -> None:
-        """Move a small part of a frame that was cut to the sheet with the rest, where its tensors allow that."""
+        """If a frame was cut, move a small piece of it to the sheet with the rest, if the edges allow that."""
         into: dict[int, set[int]] = {}
         users: dict[int, set[int]] = {}
         for edge in self._onward:
@@ -274,7 +276,10 @@ class _Plan:
                     sheet |= dict.fromkeys(part, other)
 
     def _cuts(self, long: float, number: int) -> list[float]:
-        """Return the places at which sheets begin: near equal parts, where few tensors and frames are cut."""
+        """Return the positions at which sheets begin, in points.
+
+        The sheets are of similar length, and the cuts go through few tensors and frames.
+        """
         starts = self._block_starts()
         cuts: list[float] = []
         for part in range(1, number):
@@ -291,7 +296,7 @@ class _Plan:
         return sorted(set(first.values()))
 
     def _cost(self, at: float) -> float:
-        """Return the cost of a cut: the tensors and the frames that it goes through."""
+        """Return the cost of a cut: half the number of tensors and frames that it goes through."""
         tensors = {e.source for e in self._onward if self._start[e.source] < at <= self._start[e.target]}
         before, after = set[int](), set[int]()
         for node in self._nodes:
@@ -301,7 +306,9 @@ class _Plan:
 
 
 def rows(graph: Graph, sizes: Mapping[int, tuple[float, float]], *, flat: bool) -> list[tuple[int, int]]:
-    """Return pairs of parallel nodes of which the second one is drawn behind the first one, in a picture that is broad.
+    """Arrange many parallel nodes in rows. Return pairs of nodes; the second is drawn in the row after the first.
+
+    Return no pairs unless the picture would be too broad.
 
     Args:
         graph: The graph that is drawn, with its ports.

@@ -29,17 +29,19 @@ _MOST_SOURCES = 12
 
 
 class TextRenderer(BaseRenderer[list[str]]):
-    """Renders a graph as lines, one for each node in the order of time, indented by the module calls around it.
+    """Renders a graph as lines, one for each node in execution order, indented by the module calls around it.
 
-    A line shows the name, the class and parameters of a module, the shapes of the outputs, and the inputs after ``←``:
-    nodes beside it or beside a call around it. The arrow is omitted if the only input is the result of the preceding
-    node. ``(first)`` marks an input that only the first repetition of a folded call takes, ``(next)`` the result of the
-    preceding repetition, ``(all)`` the results of all repetitions, and ``(each)`` that of the same repetition of
-    another folded call. If several visible nodes have the same name, the later ones get a number, such as ``add#2``.
-    The line of a node that failed starts with ``✗``.
+    A line shows the name, the class and parameters of a module, the shapes of the outputs, and the inputs after ``←``.
+    The inputs are siblings of the node or of a call around it. The arrow is omitted if the only input is the result of
+    the preceding node.
+
+    For folded calls, ``(first)`` marks an input that only the first repetition takes, ``(next)`` a result of the
+    preceding repetition, ``(all)`` the results of all repetitions, and ``(each)`` a result of the same repetition of
+    another folded call. If several visible nodes have the same name, later nodes get a number, such as ``add#2``. The
+    line of a failed node starts with ``✗``.
 
     Args:
-        graph: The graph to render; it is not reduced further.
+        graph: The graph to render. It is not reduced further.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -54,21 +56,21 @@ class TextRenderer(BaseRenderer[list[str]]):
         self._survey(graph.root, ChainMap())
 
     def _survey(self, call: Node, in_sight: ChainMap[str, int]) -> None:
-        """Record the position of each node in a call, and a name that is unique among the nodes visible from there."""
+        """Record the position of each node in a call, and a name that is unique among the visible nodes."""
         children = self.graph.children(call)
         self._last.update(child.id for child in children[-1:])
         self._before.update({child.id: before.id for before, child in pairwise(children)})
         for child in children:
-            # Only a frame of repeated nodes may lack a name, since references name its contents instead.
+            # Only a frame of repeated nodes may have no name, since references name its contents instead.
             name = reference = short_name(child, self.graph) or ("" if self.graph.children(child) else child.kind)
             if child.kind == "module" and (name in in_sight or name.isdigit()):
-                # An enclosing call contains the same name, or the name is a number, which is unclear elsewhere.
+                # The name also occurs in an enclosing call, or is a number, which would be unclear elsewhere.
                 reference = full_name(child)
-            if not name:  # its contents are referenced from outside, so they need names that differ from those there
+            if not name:  # nodes outside refer to the contents of the frame, so the names must be unique there, too
                 self._shown[child.id] = self._reference[child.id] = ""
                 self._survey(child, in_sight)
                 continue
-            # Nothing inside a call refers to the call itself, so its name is available there.
+            # Nodes inside a call never refer to the call itself, so its name can be used again inside.
             self._survey(child, in_sight.new_child())
             in_sight[reference] = number = in_sight.get(reference, 0) + 1
             if number > 1:
@@ -85,14 +87,14 @@ class TextRenderer(BaseRenderer[list[str]]):
 
     @override
     def render_recursive_node(self, canvas: list[str], node: Node) -> None:
-        # In all views of this package, the inputs of an open call are the inputs of its contents.
+        # In the views of this package, an open call has no edges itself. A graph built by hand may have some.
         sources = self._sources(node) if node.id in self._taken else ""
         canvas.append(self._indentation(node) + self._line(node) + sources)
         self.render_contents(canvas, node)
 
     @override
     def render_edge(self, canvas: list[str], edge: Edge) -> None:
-        """Do nothing; the inputs of a node are part of its line."""
+        """Do nothing, because the line of a node already lists its inputs."""
 
     def _indentation(self, node: Node) -> str:
         calls = [call for call in self.graph.ancestors(node) if call.parent is not None]
@@ -124,7 +126,7 @@ class TextRenderer(BaseRenderer[list[str]]):
         return f"  ← {', '.join(shown[:_MOST_SOURCES] + more)}"
 
     def _beside(self, source: int, node: Node) -> int:
-        """Return the outermost call around a source that does not contain the given node, or the source itself."""
+        """Return the outermost call that contains the source but not the given node, or the source itself."""
         around = {call.id for call in self.graph.ancestors(node)}
         seen = source
         for call in self.graph.ancestors(self.graph[source]):
@@ -135,7 +137,7 @@ class TextRenderer(BaseRenderer[list[str]]):
         return seen
 
     def _preceding(self, node: Node) -> int | None:
-        """Return the node before a node, or before the calls that begin with it."""
+        """Return the node before a node. For the first node in a call, return the node before the call."""
         while node.id not in self._before and node.parent is not None:
             node = self.graph[node.parent]
         before = self._before.get(node.id)
@@ -149,9 +151,9 @@ def to_text(graph: Graph) -> str:
     """Convert a graph to a text tree; see :class:`TextRenderer` for its contents.
 
     Args:
-        graph: The graph to render; it is not reduced further. A view made by :func:`fit_view` is the most readable.
+        graph: The graph to render. It is not reduced further. A view made by :func:`fit_view` is the most readable.
 
-    The last lines list the parts of the model that were not used or not trained, if there are any.
+    The last lines list the modules and parameters that were not used or not trained, if there are any.
 
     Example:
         >>> import torch

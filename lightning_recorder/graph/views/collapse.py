@@ -1,4 +1,4 @@
-"""A view with closed module calls."""
+"""A view in which module calls are closed: drawn without their contents."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from lightning_recorder.graph.views.rebuild import joined_outputs, rebuilt
 __all__ = ["close_calls", "closed_calls", "collapse"]
 
 _COMPUTED_WEIGHT = "ParametrizationList"
-_FARTHEST_NAME = 4  # steps from a result to the function that gives it its name
+_FARTHEST_NAME = 4  # maximum number of edges between a result and the function that it is named after
 
 
 def collapse(graph: Graph, depth: float | None = None, *, leaves: bool = True, opened: Set[int] = frozenset()) -> Graph:
-    """Close the module calls at a depth, and the calls that contain no other call at any depth.
+    """Close the module calls at a depth, and at any depth the calls that contain no other call.
 
-    A closed call is a single node in place of its contents. It takes over the edges of its contents; edges inside it
-    are removed. It counts the parameters of its module and of all submodules, called or not, each parameter once.
+    A closed call is a single node in place of its contents. Edges that cross its border lead to or from this node;
+    edges inside it are removed. Its parameter count includes all submodules, called or not, and each parameter once.
 
     Args:
         graph: Any graph.
-        depth: The greatest depth that is shown. The root has depth 0, so 1 shows its children closed, and 0 shows the
-            whole model as one node between its inputs and outputs. ``None`` and ``float("inf")`` set no limit.
+        depth: The greatest depth that is shown. The root has depth 0. So 1 shows the closed children of the root, and 0
+            shows the whole model as one node between its inputs and outputs. ``None`` and ``float("inf")`` set no
+            limit.
         leaves: Also close the calls that contain no other call; otherwise the functions inside them are shown. The
-            parametrization of a weight, such as a weight norm, is part of its layer.
+            parametrization of a weight, such as a weight norm, does not count as another call.
         opened: The ids of calls that stay open at any depth.
 
     Raises:
@@ -39,9 +40,9 @@ def collapse(graph: Graph, depth: float | None = None, *, leaves: bool = True, o
 
 
 def close_calls(graph: Graph, closed: Set[int]) -> Graph:
-    """Draw calls without their contents, as :func:`collapse`.
+    """Replace calls by single nodes, like :func:`collapse`.
 
-    An edge from one of several results of a call has the name of what computes it in :attr:`Edge.part`.
+    If a call has several results, :attr:`Edge.part` of an edge from it names the function that computed the tensor.
     """
     target: dict[int, int] = {}
     parameters: dict[int, int] = {}
@@ -50,13 +51,13 @@ def close_calls(graph: Graph, closed: Set[int]) -> Graph:
         inside = target.get(node.parent) if node.parent is not None else None
         if inside is not None and inside in closed:
             target[node.id] = inside
-            # The parameters of a module that is called several times count once.
+            # Count the parameters of a module only once if it is called several times.
             if node.parameters and (inside, node.name) not in counted:
                 counted.add((inside, node.name))
                 parameters[inside] = parameters.get(inside, 0) + node.parameters
         else:
             target[node.id] = node.id
-    # A graph built by hand, or written by an earlier release, has only the numbers of each module's own parameters.
+    # A graph built by hand or written by an earlier release may have no total_parameters.
     kept = [
         replace(node, parameters=node.total_parameters or node.parameters + parameters.get(node.id, 0))
         if node.id in closed
@@ -64,8 +65,8 @@ def close_calls(graph: Graph, closed: Set[int]) -> Graph:
         for node in graph.nodes
         if target[node.id] == node.id
     ]
-    # The multiplicity of an edge into a closed call is the number of tensors that enter it, not the number of reads
-    # inside.
+    # The multiplicity of an edge into a closed call is the number of tensors that enter the call, not the number of
+    # times that its contents read them.
     entering: dict[tuple[object, ...], Edge] = {}
     reads: dict[tuple[object, ...], dict[TensorMeta | None, int]] = {}
     names = _names_of_results(graph, closed, target)
@@ -79,7 +80,7 @@ def close_calls(graph: Graph, closed: Set[int]) -> Graph:
         edge = replace(edge, across=across) if across != edge.across else edge
         if goal in closed and target[edge.source] != goal:
             key = edge.source, goal, across
-            # An edge of several tensors tells the shape of one of them only.
+            # An edge with several tensors has the shape of only one of them.
             meta = edge.tensor if edge.multiplicity == 1 else None
             counts = reads.setdefault(key, {})
             counts[meta] = counts.get(meta, 0) + edge.multiplicity
@@ -93,9 +94,10 @@ def close_calls(graph: Graph, closed: Set[int]) -> Graph:
 
 
 def _names_of_results(graph: Graph, closed: Set[int], target: Mapping[int, int]) -> dict[int, str]:
-    """Return a name for each node that computes one of several results of a closed call, such as ``cos`` and ``sin``.
+    """Name the results of closed calls that have several, such as ``cos`` and ``sin``, by the node that computes each.
 
-    It is the name of the node or of the module around it; if those are equal, of a node from which it is computed.
+    A result is named after its node or the module around the node. If two results get the same name, the nodes that
+    compute their inputs are tried.
     """
     results: dict[int, dict[int, None]] = {}
     for edge in graph.edges:
@@ -115,22 +117,23 @@ def _names_of_results(graph: Graph, closed: Set[int], target: Mapping[int, int])
 
 
 def _name_inside(node: Node, call: int, graph: Graph) -> str:
-    """Return the last word of the name of the outermost call around a node inside a call, or of the node."""
+    """Return the last part of a dotted name: of the outermost module inside ``call`` around a node, or of the node."""
     around = [each for each in graph.ancestors(node) if any(outer.id == call for outer in graph.ancestors(each))]
     return (around[-1] if around else node).name.rpartition(".")[2]
 
 
 def _before(node: Node, call: int, graph: Graph, target: Mapping[int, int]) -> Node:
-    """Return the first node inside a call that another one takes a tensor from; the node itself if there is none."""
+    """Return the first function inside a call that a node takes a tensor from; the node itself if there is none."""
     inside = (edge.source for edge in graph.into(node) if target[edge.source] == call)
     return next((graph[each] for each in inside if graph[each].kind == "op"), node)
 
 
 def _most(source: Node, call: Node, reads: Mapping[TensorMeta | None, int], occurrences: int) -> int:
-    """Return the greatest number of tensors of a node that enter a call, if its contents read some that often.
+    """Return an upper bound of the number of tensors from a source that enter a call.
 
-    A tensor that is read twice enters once. No more tensors of one shape enter than the source returns, nor
-    than the call takes as arguments. If it takes none, they enter as an attribute or in an object.
+    ``reads`` counts how often the contents of the call read tensors, by their description. A tensor that is read twice
+    enters once. So for each description, no more tensors enter than the source returns, nor than the call has as
+    arguments. If the call has no such argument, the tensors enter as an attribute or in an object.
     """
     every = max(1, len(source.outputs))
     number = 0
@@ -141,11 +144,11 @@ def _most(source: Node, call: Node, reads: Mapping[TensorMeta | None, int], occu
 
 
 def _visible(edge: Edge, target: Mapping[int, int]) -> tuple[tuple[int, Repetition], ...]:
-    """Return the relations of an edge without the repetitions inside closed calls, which are not visible."""
+    """Return the relations of an edge to repetitions, without repetitions inside closed calls."""
     paired = [group for group, word in edge.across if word == "each"]
     alone = {}
     for one, other in zip(paired[::2], paired[1::2], strict=True):
-        # A closed call around the target takes the tensors of all repetitions of the source.
+        # If only the target is in a closed call, the call takes the tensors of all repetitions of the source.
         alone[one], alone[other] = target[other] != other, target[one] != one
     return tuple(
         (group, "all" if word == "each" and alone[group] else word)
@@ -155,7 +158,7 @@ def _visible(edge: Edge, target: Mapping[int, int]) -> tuple[tuple[int, Repetiti
 
 
 def closed_calls(graph: Graph, depth: int | None, *, leaves: bool = True, opened: Set[int] = frozenset()) -> set[int]:
-    """Return the calls that :func:`collapse` closes, with those inside of them."""
+    """Return the calls that :func:`collapse` closes, and the calls inside them."""
     open_calls = {child.parent for child in graph.module_calls() if child.type_name != _COMPUTED_WEIGHT}
     open_calls.add(graph.root.id)
     return {
@@ -170,7 +173,7 @@ _OUTER = -1  # no recorded node has this id
 
 
 def _in_a_box(graph: Graph) -> Graph:
-    """Return a graph in which the model is a call inside a further root, beside its inputs and outputs."""
+    """Return a graph with a new root that contains the inputs, the model as one call, and the outputs."""
     root = graph.root
     ends: dict[str, list[Node]] = {"input": [], "output": []}
     inside = []
@@ -185,7 +188,7 @@ def _in_a_box(graph: Graph) -> Graph:
     around = {node.id for nodes in ends.values() for node in nodes}
     edges: list[Edge] = []
     for edge in graph.edges:
-        # A model that returns its input passes it on.
+        # An edge from an input to an output, of a model that returns its input, is led through the call.
         direct = {edge.source, edge.target} <= around
         edges += (replace(edge, target=box.id), replace(edge, source=box.id)) if direct else (edge,)
     return replace(graph, nodes=(outer, *ends["input"], box, *inside, *ends["output"]), edges=tuple(edges))

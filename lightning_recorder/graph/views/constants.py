@@ -1,4 +1,4 @@
-"""A view in which functions that compute a constant are one node."""
+"""A view in which functions that compute a constant are joined into one node."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from lightning_recorder.graph.views.rebuild import rebuilt
 __all__ = ["CONSTANT", "drop_numbers", "join_constants", "join_updates"]
 
 CONSTANT = "functions, no input"
-"""The end of the note of a node that stands for several functions."""
+"""The end of the note of a node that replaces several functions."""
 
-_LEAST = 4  # functions; fewer are shown
+_LEAST = 4  # minimum number of functions to join
 
 
 def join_constants(graph: Graph) -> Graph:
-    """Draw four or more functions that compute one tensor from no other, such as a table of positions, as one node.
+    """Join four or more functions that compute a constant, such as a table of positions, into one node.
 
-    Its name has those of the first and the last function, and its note has their number. Functions in different calls
-    stay apart, and so do those that draw random numbers. A buffer of one number, such as a stride, is a constant too.
+    The functions compute one tensor and have no other tensor as input, except for buffers of one number, such as a
+    stride. The name of the node has the names of the first and last function, and its note has their number. Functions
+    in different calls are not joined, nor are functions that draw random numbers.
 
     Args:
         graph: A view that is not folded.
@@ -57,11 +58,11 @@ def join_constants(graph: Graph) -> Graph:
 
 
 def drop_numbers(graph: Graph) -> Graph:
-    """Remove functions that compute one number from nothing but numbers, such as a padding, with its whole buffers.
+    """Remove functions that compute one number only from numbers, such as a padding, and buffers of one integer.
 
-    They are written as ``2`` or ``0.5`` elsewhere, which is no node. A number stays if a module takes it, if it is a
-    result, or if a tensor is added to it, since it may be the start of a sum. A buffer of a broken number stays as
-    well, such as a temperature.
+    Other models have such a number as a Python literal, which is not a node. A number stays if a module takes it, if it
+    is a result, or if a tensor is added to it, since it may be the start of a sum. A buffer of one floating-point
+    number, such as a temperature, stays as well.
 
     Args:
         graph: A view that is not folded.
@@ -74,7 +75,7 @@ def drop_numbers(graph: Graph) -> Graph:
             numbers.add(node.id)
     sums = (node for node in graph.nodes if node.kind != "op" or (node.name == "add" and node.id not in numbers))
     shown = {edge.source for node in sums for edge in graph.into(node)}
-    # What is left of a chain would look as if it had no source.
+    # Show the inputs of shown functions too. Otherwise the rest of a chain would seem to have no source.
     for node in reversed(graph.nodes):
         if node.id in numbers & shown:
             shown.update(edge.source for edge in graph.into(node))
@@ -84,9 +85,10 @@ def drop_numbers(graph: Graph) -> Graph:
 
 
 def join_updates(graph: Graph) -> Graph:
-    """Draw four or more functions that change parameters as one node, such as those of a moving average.
+    """Join four or more functions that change parameters into one node, such as the update of a moving average.
 
-    They follow each other in one call and take no other tensors. The node lists the tensors that no others take.
+    The functions are consecutive, in one call, and take only parameters, buffers and each other's results. The node
+    lists the parameters and buffers that only these functions use.
 
     Args:
         graph: A view that is not folded.
@@ -100,7 +102,7 @@ def join_updates(graph: Graph) -> Graph:
         inside = {node.id for node in run}
         taken = dict.fromkeys(edge.source for node in run for edge in graph.into(node))
         tensors = [graph[each] for each in taken if graph[each].kind in _OF_MODEL]
-        # A tensor that another function reads stays a node. A layer shows its own parameters anyway.
+        # A tensor that another function reads stays a node, unless the reader is the layer that owns the tensor.
         tensors = [each for each in tensors if all(one in inside or _owns(graph[one], each) for one in users[each.id])]
         for each in tensors:
             del target[each.id]
@@ -115,11 +117,11 @@ def join_updates(graph: Graph) -> Graph:
 
 
 _OF_MODEL = ("parameter", "buffer")
-_NO_GRADIENT = "stops the gradient"  # the beginning of the note of a function
+_NO_GRADIENT = "stops the gradient"  # prefix of a function's note
 
 
 def _changes(node: Node) -> bool:
-    """Return True for a function that changes a tensor, or passes on no gradient: then this is its only note."""
+    """Return True for a function that changes a tensor, or whose note says that it stops the gradient."""
     return node.name == "set_data" or node.note == IN_PLACE or node.note.startswith(_NO_GRADIENT)
 
 
@@ -128,7 +130,7 @@ def _owns(node: Node, tensor: Node) -> bool:
 
 
 def _updates(graph: Graph) -> Iterator[list[Node]]:
-    """Yield the functions that change parameters: some that follow each other and take only tensors of the model."""
+    """Yield runs of consecutive functions that take only tensors of the model and change some of them."""
     for call in (graph.root, *graph.module_calls()):
         run: list[Node] = []
         known: set[int] = set()
@@ -152,7 +154,7 @@ def _updates(graph: Graph) -> Iterator[list[Node]]:
 
 
 def _only_for(last: Node, graph: Graph, users: dict[int, set[int]], constant: set[int]) -> list[Node]:
-    """Return a function with those beside it whose results are only used to compute its own, in the order of time."""
+    """Return a function and the constant siblings that are only used to compute its result, in execution order."""
     inside = {last.id}
     beside = graph.children(graph[last.parent]) if last.parent is not None else []
     for node in reversed(beside):

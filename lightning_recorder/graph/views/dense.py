@@ -1,4 +1,4 @@
-"""A view in which a block whose parts are all connected with each other is one node."""
+"""A view that closes densely connected blocks, in which each part uses the results of all parts before it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ __all__ = ["DENSE", "close_dense"]
 DENSE = "each takes all before it"
 """The end of the note of a closed block."""
 
-_LEAST = 5  # parts; the edges of fewer can be followed
-_SHARE = 0.7  # of the parts before each part: a chain with one tensor for all of its parts has fewer
+_LEAST = 5  # minimum number of parts: with fewer, a reader can follow the edges
+# Each part must use the results of at least this share of the parts before it. A chain in which all parts also use one
+# common tensor has a smaller share.
+_SHARE = 0.7
 
 
 def close_dense(graph: Graph) -> Graph:
-    """Close the calls in which nearly every part takes the results of all parts before it, as in a DenseNet.
+    """Close the calls in which each part uses the results of nearly all parts before it, as in a DenseNet.
 
-    The note of such a call says so, with the number of its parts.
+    The note of such a call has the number of its parts and :data:`DENSE`.
 
     Args:
         graph: A view.
@@ -50,7 +52,7 @@ def _dense_calls(graph: Graph) -> Iterator[tuple[Node, int]]:
         parts = [child.id for child in graph.children(call) if child.kind == "module"]
         inside = pairs.get(call.id, set())
         cats = {child.id for child in graph.children(call) if child.name == "cat"}
-        # The results are joined in the call itself, or in each of its parts.
+        # The results may be concatenated in the call itself, or inside each of its parts.
         inside |= {(one, goal) for one, cat in inside if cat in cats for start, goal in inside if start == cat}
         taken = Counter(target for source, target in inside if source in parts and target in parts)
         if len(parts) >= _LEAST and all(taken[part] >= _SHARE * before for before, part in enumerate(parts)):

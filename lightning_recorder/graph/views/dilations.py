@@ -1,4 +1,4 @@
-"""The dilation of convolutions, which may be another one in each of several equal blocks."""
+"""The dilation of convolutions, in which equal blocks may differ."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lightning_recorder.graph.model import Graph
 __all__ = ["DILATION", "dilations_in", "joined_dilations", "undilated", "with_dilations"]
 
 DILATION = "dilation"
-_APART = " | "  # between the dilations of several blocks
+_APART = " | "  # separator between the dilations of several blocks
 
 Arguments = Sequence[tuple[str, str]]
 
 
 def undilated(arguments: Arguments) -> tuple[tuple[str, str], ...]:
-    """Return the arguments in which blocks agree that differ in their dilation only.
+    """Return a node's arguments in a form that is equal for blocks that differ only in their dilation.
 
-    The padding of a convolution grows with its dilation. A function that pads before it has only zeros in common with
-    that of another block.
+    The padding of a convolution is divided by its dilation, since it grows with it. In the ``pad`` argument of a
+    padding function, all numbers except 0 are masked.
     """
     dilation = dict(arguments).get(DILATION, "1")
     kept = []
@@ -36,7 +36,7 @@ def undilated(arguments: Arguments) -> tuple[tuple[str, str], ...]:
 
 
 def _per_dilation(padding: str, dilation: str) -> str:
-    """Return the padding in steps of the dilation, of each dimension."""
+    """Return the padding divided by the dilation, in each dimension."""
     sizes, steps = (list(map(int, re.findall("[0-9]+", text))) for text in (padding, dilation))
     if not sizes or 0 in steps or len(sizes) % len(steps):
         return padding
@@ -44,9 +44,9 @@ def _per_dilation(padding: str, dilation: str) -> str:
 
 
 def with_dilations(graph: Graph) -> Graph:
-    """Return a graph in which each call has the dilations of what is inside it as an argument, except dilations of 1.
+    """Return a graph in which each call lists the dilations inside it as an argument, except dilations of 1.
 
-    A closed block then says what a block that is folded with it has in another way.
+    So a closed block still shows its dilations when it is folded with blocks that have others.
     """
     inside: dict[int, dict[str, None]] = {}
     for node in graph.nodes:
@@ -66,18 +66,18 @@ def with_dilations(graph: Graph) -> Graph:
 
 
 def joined_dilations(several: Sequence[Arguments]) -> str:
-    """Return the dilations of equal blocks, in their order, as one text; empty if all are the same."""
+    """Return the dilations of equal blocks as one text, in the order of the blocks; empty if all are the same."""
     values = [_short(dict(arguments).get(DILATION, "1")) for arguments in several]
     return _APART.join(values) if len(set(values)) > 1 else ""
 
 
 def dilations_in(arguments: Arguments) -> list[str]:
-    """Return the dilations that :func:`joined_dilations` has joined; empty if there are none."""
+    """Return the separate dilations of an argument that :func:`joined_dilations` made; empty if there is none."""
     value = dict(arguments).get(DILATION, "")
     return value.split(_APART) if _APART in value else []
 
 
 def _short(value: str) -> str:
-    """Return ``2`` for ``(2, 2)``; other texts as they are."""
+    """Shorten a tuple of equal numbers to one number, such as ``(2, 2)`` to ``2``. Return other texts unchanged."""
     numbers = re.findall("[0-9]+", value)
     return numbers[0] if numbers and len(set(numbers)) == 1 and _APART not in value else value

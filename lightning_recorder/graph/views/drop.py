@@ -1,4 +1,4 @@
-"""Views without some of the nodes: those of a kind, functions with certain names, unused results."""
+"""Views that remove nodes: nodes of a kind, functions with certain names, unused results."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ PLUMBING = frozenset(
 )
 """Functions that move or rename values without computing any."""
 
-_LONGEST_INDEX = 14  # characters; a longer one is no name of a part
+_LONGEST_INDEX = 14  # maximum number of characters of an index that is shown as the part of a tensor
 
 
 def without(graph: Graph, kinds: Kind | Collection[Kind]) -> Graph:
@@ -76,15 +76,15 @@ def without(graph: Graph, kinds: Kind | Collection[Kind]) -> Graph:
 
 
 def hide(graph: Graph, names: Collection[str] = PLUMBING) -> Graph:
-    """Remove the ops with certain names and connect their input directly to their users.
+    """Remove the ops with certain names and connect their inputs directly to their users.
 
-    An op that takes several tensors stays, such as ``getitem`` with a computed index, since each of its inputs matters.
-    An op of a folded view that passes a tensor from one repetition to another stays as well, and so does an op with a
-    note, such as a ``detach`` that stops the gradient. If its result is unused, it has the note of another one, since
-    it may be the last one of a loop.
+    These ops stay: an op with several input tensors, such as ``getitem`` with a computed index; an op of a folded view
+    that passes a tensor from one repetition to another; and an op with a note, such as a ``detach`` that stops the
+    gradient. An unused op also stays if another op of the same name has a note, and gets this note. It may be the last
+    step of a loop.
     """
     names = (names,) if isinstance(names, str) else names
-    # A tensor without elements adds nothing, such as the initial cache to which keys and values are appended.
+    # A tensor without elements has no effect. An example is the initial cache to which keys and values are appended.
     empty = {node.id for node in graph.nodes if node.kind in ("op", "tensor") and _is_empty(node)}
     entering: dict[int, list[Edge]] = {}
     for edge in graph.edges:
@@ -95,7 +95,7 @@ def hide(graph: Graph, names: Collection[str] = PLUMBING) -> Graph:
         users.setdefault(edge.source, []).append(edge.target)
     noted = {node.name: node.note for node in graph.nodes if node.kind == "op" and node.remark}
     past: dict[int, Edge] = {}
-    """The edge of the shown node by which the values enter each hidden node."""
+    """By hidden node: the edge from a shown node that its values come from."""
     related = {end for edge in graph.edges if edge.across for end in (edge.source, edge.target)}
     for node in graph.nodes:
         into = entering.get(node.id, [])
@@ -105,7 +105,7 @@ def hide(graph: Graph, names: Collection[str] = PLUMBING) -> Graph:
         if hidden and len(into) == 1 and node.id not in related:
             past[node.id] = _led_past(into[0], past, graph)
     gone = past.keys() | {node for node in empty if all(user in past for user in users.get(node, ()))}
-    # The step of a loop whose result is unused is equal to the others.
+    # An unused last step of a loop gets the note of the other steps, so that all steps are equal.
     kept = [
         replace(node, note=noted[node.name]) if node.name in noted and node.id not in users else node
         for node in graph.nodes
@@ -116,10 +116,10 @@ def hide(graph: Graph, names: Collection[str] = PLUMBING) -> Graph:
 
 
 def drop_zeros(graph: Graph) -> Graph:
-    """Remove additions of the number 0, such as of the length of an empty cache, and lead their input past them.
+    """Remove additions of the number 0, such as the length of an empty cache. Connect their inputs to their users.
 
     Args:
-        graph: A view, folded if it is to be: the first function of a sum adds 0, and folds with the others.
+        graph: A view. Fold it before: the first function of a sum adds 0, and must fold with the others.
     """
     related = {end for edge in graph.edges if edge.across for end in (edge.source, edge.target)}
     past: dict[int, Edge] = {}
@@ -137,7 +137,7 @@ def _is_empty(node: Node) -> bool:
 
 
 def _led_past(edge: Edge, past: Mapping[int, Edge], graph: Graph) -> Edge:
-    """Return an edge from the shown node that computes its values; its tensor is still the one that enters."""
+    """Return the edge with its source replaced by the shown node behind it. The tensor of the edge does not change."""
     shown = past.get(edge.source)
     if shown is None:
         return edge
@@ -146,7 +146,7 @@ def _led_past(edge: Edge, past: Mapping[int, Edge], graph: Graph) -> Edge:
 
 
 def _part(node: Node, edge: Edge) -> str:
-    """Return the part of its input that a hidden function passes on by an edge, such as ``2`` or ``[:, 4:]``."""
+    """Return which part of its input a hidden function passes on along an edge, such as ``2`` or ``[:, 4:]``."""
     if len(node.outputs) > 1:
         return ", ".join(map(str, edge.outputs or (0,)))
     arguments = dict(node.arguments)
@@ -158,7 +158,7 @@ def _part(node: Node, edge: Edge) -> str:
 
 
 def drop_isolated(graph: Graph) -> Graph:
-    """Remove tensors that nothing uses, and ops without any edges."""
+    """Remove all nodes without edges, except module calls."""
     joined = {edge.source for edge in graph.edges} | {edge.target for edge in graph.edges}
     kept = [node for node in graph.nodes if node.kind == "module" or node.id in joined]
     return rebuilt(graph, kept, {node.id: node.id for node in kept})
@@ -167,12 +167,12 @@ def drop_isolated(graph: Graph) -> Graph:
 def drop_dead_ends(graph: Graph) -> Graph:
     """Remove the ops with unused results: metrics, copies for logging, unused masks.
 
-    Only ops are removed; a module call stays, used or not. In a graph without outputs and without a backward pass
-    nothing is removed, since every result may be a result of the model.
+    Module calls stay, even if their results are unused. Nothing is removed from a graph without outputs and without a
+    backward pass, since any result may be a result of the model.
     """
     if not any(node.kind in ("backward", "output") for node in graph.nodes):
         return graph
-    # The next repetition of a folded call uses a result although its nodes come first.
+    # A result may be used by the next repetition of a folded call.
     todo = [node.id for node in graph.nodes if node.kind != "op"]
     todo += [edge.source for edge in graph.edges if edge.relates("next")]
     used = set(todo)

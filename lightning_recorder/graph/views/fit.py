@@ -30,9 +30,9 @@ from lightning_recorder.graph.views.sides import longest, sides
 
 __all__ = ["drawn_nodes", "fit_view", "truncate", "view_at_depth"]
 
-# The number of closed calls that are opened as examples, and the size of a graph up to which this takes little time.
+# The maximum number of closed calls to try to open as examples, and the maximum size of a graph for these trials.
 _MOST_TRIALS, _MOST_OPENED = 8, 4000
-_LONGEST_SIDE = 22  # nodes of a U-Net below each other
+_LONGEST_SIDE = 22  # maximum number of nodes on a path inside one side of a U-Net
 _MODEL_TENSORS: tuple[Kind, ...] = ("parameter", "buffer")
 
 
@@ -49,15 +49,16 @@ def fit_view(
 ) -> Graph:
     """Return the most detailed view with a limited number of nodes.
 
-    Isolated tensors, the parameters and buffers of closed calls, functions that compute nothing (:data:`PLUMBING`), and
-    functions whose results reach neither an output nor the loss are removed. So are functions that compute one number
-    from nothing else. Four or more functions that compute a constant become one node, and repeated blocks are folded.
-    Then the greatest depth at which the view fits is used. Without ``depth``, a block of five or more parts is closed
-    if nearly each part takes the results of all parts before it, and a module with more than half of the parameters is
-    opened further as long as the view fits. In a view with less than half of the nodes, the first closed block of each
-    kind is opened as an example, with those that are equal to it, up to two thirds of the nodes. If not even the
-    smallest view fits, a parameter or buffer that two loops use is drawn in each of them. :attr:`Graph.left_out` counts
-    the functions that were removed.
+    The view removes isolated tensors, the parameters and buffers of closed calls, functions that compute nothing
+    (:data:`PLUMBING`), and functions whose results reach neither an output nor the loss. It also removes functions that
+    compute one number from numbers only. Four or more functions that compute a constant become one node, and repeated
+    blocks are folded. The greatest depth at which the view fits is used.
+
+    Without ``depth``, a block of five or more parts is closed if each part uses the results of nearly all parts before
+    it. A module with more than half of the parameters is opened further as long as the view fits. If the view has less
+    than half of ``max_nodes``, the first closed block of each kind is opened as an example, together with equal blocks,
+    as long as the view has at most two thirds of ``max_nodes``. If not even the smallest view fits, a parameter or
+    buffer that two loops use is drawn in each of them. :attr:`Graph.left_out` counts the functions that were removed.
 
     Args:
         graph: A recorded graph.
@@ -65,12 +66,11 @@ def fit_view(
         depth: The depth to start from; ``None`` uses the greatest depth that fits.
         fold: Draw equal siblings once, with their number.
         leaves: Draw a module that calls no other module as one node; otherwise its functions are shown.
-        parameters: Show the parameters and buffers of open calls: all of them, none of them, or by default those of
-            modules that call other modules.
+        parameters: Show the parameters and buffers of open calls: all (True) or none (False). By default, only modules
+            that call other modules show theirs. True also shows unused results, since they may update a buffer.
         shapes: Show the functions that only change shapes.
-        all: Show these, the functions whose results reach neither an output nor the loss, and each function that
-            computes a constant or a number. With all ``parameters``, unused results are shown too, since they may
-            update a buffer.
+        all: Show the functions that only change shapes, the functions whose results reach neither an output nor the
+            loss, and each function that computes a constant or a number.
 
     Raises:
         ArgumentError: If ``max_nodes`` or ``depth`` is below 1.
@@ -78,7 +78,7 @@ def fit_view(
     check_integer("max_nodes", max_nodes, 1)
     if depth is not None:
         check_integer("depth", depth, 1)
-    # The functions of a call are shown if calls are closed only below it.
+    # The functions of the deepest calls are shown only if the limit is one level deeper.
     deepest = max((node.depth for node in graph.module_calls()), default=1) + (not leaves)
     whole = with_dilations(gather(graph))
     contents: _Contents = {}
@@ -112,7 +112,7 @@ def fit_view(
         further, fits = fitting(level, opened)
         view = further if fits else view
     if depth is None and not all and fits and (found := sides(view)):
-        # The sides of a U-Net fit beside each other if their blocks are closed.
+        # Close blocks of a U-Net until its two sides are short enough to be drawn beside each other.
         for shallower in range(level, 0, -1):
             closed, _ = fitting(shallower)
             both = sides(closed)
@@ -129,13 +129,15 @@ def fit_view(
 def _with_examples(
     view: Graph, whole: Graph, max_nodes: int, fitting: Callable[[Set[int]], tuple[Graph, bool]]
 ) -> Graph:
-    """Return a view with less than half of the nodes with examples of its closed calls, up to two thirds of the nodes.
+    """Open one closed call of each kind as an example, if the view has less than half of ``max_nodes``.
+
+    The resulting view has at most two thirds of ``max_nodes``.
 
     Args:
         view: The view.
-        whole: The graph of which it is a view.
+        whole: The graph that the view was made from.
         max_nodes: The largest number of nodes.
-        fitting: A function that returns the view with further open calls, and True if it fits.
+        fitting: A function that returns the view with further open calls, and True if this view fits.
     """
     opened, refused = frozenset[int](), set[str]()
     held: dict[int, int] = {}
@@ -156,7 +158,7 @@ def _with_examples(
 
 
 def _closed_kind(view: Graph, whole: Graph, refused: Set[str]) -> Node | None:
-    """Return the first closed call of a view of a kind that is nowhere open, unless the kind was refused."""
+    """Return the first closed call whose kind has no open call in the view and was not refused."""
     parents = {node.parent for node in view.nodes}
     known = refused | {_kind(call) for call in view.module_calls() if call.id in parents}
     outer = {call.parent for call in whole.module_calls()}
@@ -165,14 +167,14 @@ def _closed_kind(view: Graph, whole: Graph, refused: Set[str]) -> Node | None:
 
 
 def _kind(call: Node) -> str:
-    """Return what the blocks of a list have in common."""
+    """Return the kind of a call: its class and its name without numbers, which are equal for the blocks of a list."""
     return f"{call.type_name} {re.sub('[0-9]+', '#', call.name)}"
 
 
 def _largest(graph: Graph, level: int, opened: Set[int]) -> set[int]:
-    """Return the closed calls of the module that has more than half of the parameters; empty if there is none.
+    """Return the closed calls of the module with more than half of the parameters; empty if there is none.
 
-    If several such modules contain each other, only the outermost one is closed itself.
+    If several such modules are nested, only the outermost one is returned, because the inner ones are not shown.
     """
     outer = {call.parent for call in graph.module_calls()}
     return {
@@ -195,7 +197,7 @@ def view_at_depth(
     shapes: bool = False,
     all: bool = False,  # noqa: A002 - as for fit_view
 ) -> Graph:
-    """Return the view with calls closed at a depth, as :func:`fit_view`, but with any number of nodes."""
+    """Return the view of :func:`fit_view` with calls closed at a depth, without a limit on the number of nodes."""
     whole = with_dilations(gather(graph) if fold else graph)
 
     def folded(view: Graph) -> Graph:
@@ -206,14 +208,14 @@ def view_at_depth(
 
 
 def _essential(graph: Graph, folded: Callable[[Graph], Graph], *, shapes: bool, dead: bool, constants: bool) -> Graph:
-    """Return a folded view without functions that only change shapes and those with unused results; it counts them.
+    """Return a folded view without shape functions and unused results. :attr:`Graph.left_out` counts what was removed.
 
     Args:
         graph: A view that is not folded.
-        folded: A function that folds it.
+        folded: A function that folds a view.
         shapes: Show the functions that only change shapes.
         dead: Show the functions whose results reach neither an output nor the loss.
-        constants: Show each of several functions that compute a constant.
+        constants: Show each function that computes a constant.
     """
     shown = graph if shapes else hide(graph)
     used = shown if dead else drop_dead_ends(shown)
@@ -222,10 +224,10 @@ def _essential(graph: Graph, folded: Callable[[Graph], Graph], *, shapes: bool, 
         return folded(view if constants else join_constants(join_updates(view if dead else drop_numbers(view))))
 
     view = joined(used)
-    # Others only update a buffer that is not shown, such as the number of batches.
+    # Functions without edges do not count as unused results: they only update a hidden buffer, such as a batch count.
     unused = {edge.target for edge in shown.edges} - {node.id for node in used.nodes}
     if unused:
-        # A function may be unused in the last repetition only.
+        # A function may be unused only in the last repetition: so also try to fold before removing unused functions.
         view = min(view, drop_empty_calls(drop_dead_ends(joined(shown))), key=lambda each: len(drawn_nodes(each)))
     numbers = 0 if dead else len(used.nodes) - len(drop_numbers(used).nodes)
     with_zeros, view = view, view if dead else drop_zeros(view)
@@ -245,7 +247,7 @@ def _closed(
 
 
 _Contents = dict[frozenset[int], dict[int, int]]
-"""The forms of the contents of calls, by the parameters and buffers that are shown."""
+"""Maps the set of shown parameters and buffers to the forms of the contents of calls."""
 
 
 def _folded(view: Graph, whole: Graph, contents: _Contents) -> Graph:
@@ -257,9 +259,9 @@ def _folded(view: Graph, whole: Graph, contents: _Contents) -> Graph:
 
 
 def truncate(graph: Graph, max_nodes: int) -> Graph:
-    """Draw at most ``max_nodes`` nodes; each stretch of removed ones is replaced by one that shows their number.
+    """Draw at most ``max_nodes`` nodes. One node with their number replaces each run of removed nodes.
 
-    Functions and tensors are removed first, from the middle of the computation on, and then calls of modules.
+    Functions and tensors are removed first, then module calls. Removal begins in the middle of the computation.
     """
     check_integer("max_nodes", max_nodes, 1)
     drawn = drawn_nodes(graph)
@@ -279,7 +281,7 @@ def truncate(graph: Graph, max_nodes: int) -> Graph:
 
 
 def _surplus(drawn: list[Node], max_nodes: int) -> list[list[Node]]:
-    """Return the stretches of nodes to remove, such that each can be replaced by one node."""
+    """Return the runs of nodes to remove. Each run will be replaced by one node."""
     # Keep two thirds at the start and one third at the end, so that both ends of the computation are visible.
     head = (max_nodes - 1) * 2 // 3
     middle = range(head, len(drawn) - (max_nodes - 1 - head))
@@ -291,9 +293,9 @@ def _surplus(drawn: list[Node], max_nodes: int) -> list[list[Node]]:
         if number <= max_nodes:
             break
         gone.add(place)
-        # It is replaced by a node of its own, or joins one or two others.
+        # The removed node gets a replacement of its own, or shares the replacement of the nodes beside it.
         number -= (place - 1 in gone) + (place + 1 in gone)
-    # A single node stays, since a node would replace it.
+    # A run of one node stays, since replacing it would save nothing.
     places = [place for place in sorted(gone) if {place - 1, place + 1} & gone]
     starts = [place for place in places if place - 1 not in gone]
     return [[drawn[place] for place in takewhile(gone.__contains__, count(start))] for start in starts]
@@ -303,14 +305,14 @@ _CUT_FIRST: tuple[Kind, ...] = ("op", "tensor", *_MODEL_TENSORS)
 
 
 def _more(run: list[Node], graph: Graph) -> Node:
-    """Return the node that replaces several nodes; outside of the loss unless all of them belong to it."""
+    """Return the node that replaces a run of nodes. It has the scope ``loss`` only if all of them have it."""
     scopes = sorted({node.scope for node in run}, key=lambda scope: scope.startswith("loss"))
     name, parent = f"… {len(run)} more", graph.root.id
     return Node(run[0].id, "op", name, parent, 1, scope=scopes[0], source=run[0].source)
 
 
 def drawn_nodes(graph: Graph) -> list[Node]:
-    """Return the nodes of a view that are drawn as nodes, not as frames around others."""
+    """Return the nodes of a view that are drawn as nodes, not as frames around other nodes."""
     parents = {node.parent for node in graph.nodes}
     return [
         node for node in graph.nodes if node.parent is not None and (node.kind != "module" or node.id not in parents)

@@ -12,7 +12,7 @@ __all__ = ["focus"]
 
 
 def focus(graph: Graph, name: str, call: int = 1) -> Graph:
-    """Return the graph of one module call, with an input for each outer source and an output for each outer target.
+    """Return the graph of one module call. Nodes outside that it is connected to become inputs and outputs.
 
     Args:
         graph: A recorded graph, or a view of one.
@@ -20,9 +20,9 @@ def focus(graph: Graph, name: str, call: int = 1) -> Graph:
         call: The number of the call, starting at 1.
 
     Returns:
-        A graph whose root is that call. An input or output is named by the module call around the outer node, or by the
-        outer function itself if it lies directly in the root. Parameters and tensors of the batch keep their names. The
-        number of parameters is that of the module with its submodules.
+        A graph whose root is the call. An input or output has the name of the innermost named module call around the
+        outer node. Outer functions directly in the root or in a call around the focused call keep their own names. So
+        do parameters and the model's inputs and outputs. The parameter count includes the submodules.
 
     Raises:
         ArgumentError: If there is no such call. The message names the closest modules.
@@ -61,7 +61,7 @@ def focus(graph: Graph, name: str, call: int = 1) -> Graph:
             edges.append(edge)
     nodes = [replace(node, depth=node.depth - root.depth) for node in graph.nodes if node.id in inside]
     nodes[0] = replace(nodes[0], parent=None)
-    # A graph without totals counts the modules called here; the parameters of a module that is called twice count once.
+    # If the graph has no totals, add the parameters of the modules called here, each module once.
     called = sum({node.name: node.parameters for node in nodes if node.kind == "module"}.values())
     parameters = root.total_parameters or called
     nodes = [nodes[0], *inputs.values(), *nodes[1:], *outputs.values()]
@@ -69,11 +69,12 @@ def focus(graph: Graph, name: str, call: int = 1) -> Graph:
 
 
 def _border(graph: Graph, edge: Edge, outside: int, free: int, kind: Kind, root: Node) -> Node:
-    """Return the input or output that replaces an outer node."""
+    """Return the input or output node that replaces an outer node."""
     node = graph[outside]
     named = next((each.name for each in (node, *graph.ancestors(node)) if each.kind == "module" and each.name), "")
     own = node.kind in ("parameter", "buffer", "input", "output", "backward", "optimizer") or not named
-    # A node in a call around the focused one keeps its own name, since the name of that call would not identify it.
+    # A function directly in a call around the focused call keeps its own name. The name of the surrounding call would
+    # not identify the function.
     around = {each.id for each in graph.ancestors(root)}
     near = node.parent in around and node.kind != "module"
     tensor = (edge.tensor,) if edge.tensor is not None else ()

@@ -25,7 +25,7 @@ from lightning_recorder.graph.views.wiring import Key, MutableGraph, Siblings
 
 __all__ = ["contents_of", "fold_by_forms", "fold_repeats"]
 
-_FEW = 8  # the largest number of parallel layers that stay apart, since their names are informative
+_FEW = 8  # the largest number of parallel layers that are not folded, since their names are informative
 _PARTS = ("module", "op", "backward", "optimizer")
 _Arguments = tuple[tuple[str, str], ...]
 
@@ -33,44 +33,46 @@ _Arguments = tuple[tuple[str, str], ...]
 def fold_repeats(graph: Graph, least: int = 3, *, contents: Graph | None = None) -> Graph:
     """Draw equal consecutive siblings once, with their number.
 
-    A unit of one or more siblings that occurs at least ``least`` times in a row is kept once, with the number of
-    occurrences in ``repeats``. A unit of several siblings gets a frame: a module call without a name. Two occurrences
-    suffice for a unit of calls that contain others. Units are equal if their classes, functions, parameters, dtypes and
-    contents are equal, if they are connected equally inside, and if each takes its inputs from the same nodes outside
-    or from one of the four units before. The first units may take other tensors in place of those. Two rows of units
-    may also be folded together, if each unit of the second row takes its tensors from the unit of the first row with
-    the same number. The names of the modules may differ in their numbers, and the sizes of tensors that are not
-    determined by parameters; see :class:`TensorMeta`. An index or a number that a function takes, and the dilation of a
-    convolution with its padding, may be another one in each unit. If two to four indices or numbers recur in turn, that
-    many units are folded together.
+    A unit is one or more consecutive siblings. A unit that occurs at least ``least`` times in a row is kept once, with
+    the number of occurrences in ``repeats``. A unit of several siblings gets a frame: a module call without a name. Two
+    occurrences suffice for a unit of calls that contain other nodes.
 
-    The words in :attr:`Edge.across` tell an edge from one occurrence to the next, an edge into the first one only, an
-    edge from all of them to a later node, and one between occurrences with the same number; see :data:`Repetition`.
-    With these words, the folded graph determines the original one. A unit calls the same modules as the one before, or
-    modules that none before it calls; the same holds for tied tensors. Modules that were called before are called in
-    the order of their first calls, or in the reverse order. The multiplicity of an edge is the number of
-    recorded tensors that it represents.
+    Units are equal if their classes, functions, parameters, dtypes and contents are equal, and if the edges inside them
+    are equal. Each unit must also take its inputs from the same nodes outside, or from one of the four units before it.
+    The first units, which have no units before them, may take other tensors. Two rows of units may also be folded
+    together, if each unit of the second row takes its tensors from the unit of the first row with the same number.
+
+    Equal units may differ in these respects: the numbers in the names of modules; sizes of tensors that parameters do
+    not determine, see :class:`TensorMeta`; an index or a number that a function takes; the dilation and padding of a
+    convolution. If indices or numbers recur after two to four units, that many units are folded together as one.
+
+    The words in :attr:`Edge.across` mark four sorts of edges: from one occurrence to the next, into the first
+    occurrence only, from all occurrences to a later node, and between occurrences with the same number; see
+    :data:`Repetition`. With these words, the folded graph determines the original graph. A unit calls the same modules
+    as the unit before it, or modules that no earlier unit calls. The same holds for tied tensors. Modules that were
+    called before are called in the order of their first calls, or in the reverse order. The multiplicity of an edge is
+    the number of recorded tensors that it represents.
 
     Units without edges between them are marked as ``parallel``. Up to eight parallel units whose modules contain no
-    others are not folded, since their names are informative, such as those of query, key and value; nor are up to eight
-    parallel functions.
+    other modules are not folded, since their names are informative, such as query, key and value. Up to eight parallel
+    functions are not folded either.
 
     Args:
         graph: The graph to fold.
         least: The smallest number of occurrences of a unit.
-        contents: The graph of which ``graph`` is a view. If given, closed calls are equal only if their contents in it
-            are equal. By default the contents of closed calls are not compared.
+        contents: The graph that ``graph`` is a view of. If given, closed calls are equal only if their contents in this
+            graph are equal. By default the contents of closed calls are not compared.
     """
     return fold_by_forms(graph, {} if contents is None else contents_of(contents), least)
 
 
 def contents_of(graph: Graph) -> dict[int, int]:
-    """Return the forms of the contents of calls for :func:`fold_by_forms`."""
+    """Return a number for the contents of each node, for :func:`fold_by_forms`. Equal contents have equal numbers."""
     return forms(graph, MutableGraph(graph))
 
 
 def fold_by_forms(graph: Graph, held: Mapping[int, int], least: int = 3) -> Graph:
-    """Fold like :func:`fold_repeats`, with closed calls equal only if their contents have the same form."""
+    """Fold like :func:`fold_repeats`. Closed calls are equal only if ``held`` has the same number for both."""
     members = {(node.id, 0): node.members for node in graph.nodes if node.members}
     folded = graph
     while (result := _Fold(folded, least, held, members).result()) is not folded:
@@ -79,7 +81,7 @@ def fold_by_forms(graph: Graph, held: Mapping[int, int], least: int = 3) -> Grap
 
 
 def _with_members(folded: Graph, graph: Graph, members: Mapping[tuple[int, int], tuple[str, ...]]) -> Graph:
-    """Let the calls of a folded graph list the modules that they stand for, in the order of time."""
+    """Set ``members`` of the folded calls: the names of the modules that each call represents, in execution order."""
     names = [name for node in graph.module_calls() for name in node.members or (node.name,)]
     order = {name: place for place, name in enumerate(dict.fromkeys(names))}
     nodes = list(folded.nodes)
@@ -91,7 +93,7 @@ def _with_members(folded: Graph, graph: Graph, members: Mapping[tuple[int, int],
 
 
 class _Fold:
-    """Folds a graph once, from the outer calls to the inner ones."""
+    """Folds a graph once, from the outer calls to the inner calls."""
 
     def __init__(
         self, graph: Graph, least: int, held: Mapping[int, int], members: dict[tuple[int, int], tuple[str, ...]]
@@ -101,7 +103,7 @@ class _Fold:
         self._graph = MutableGraph(graph)
         self._graph.members = members
         shown = forms(graph, self._graph)
-        # Two calls with equal contents may still look different, in a view that omits unused nodes.
+        # In a view without unused nodes, two calls with equal contents may still look different.
         numbers: dict[tuple[int, int | None], int] = {}
         contents = {call.id: held.get(call.id) for call in graph.module_calls()}
         self._forms = {
@@ -123,7 +125,7 @@ class _Fold:
             siblings = Siblings(self._graph, parts, tensors)
             framed: set[int] = set()
             for chosen in self._chosen(siblings) if len(parts) > 1 else ():
-                # The runs that are merged before may be the sources of this one.
+                # Compare again, because the sources of this run may have been merged in the meantime.
                 run = equal_units(siblings, chosen.start, chosen.length, chosen.start + chosen.length * chosen.times)
                 if self._enough(siblings, run):
                     todo.append(self._merge(siblings, run))
@@ -135,7 +137,7 @@ class _Fold:
         return self._rebuilt() if self._changed else self._original
 
     def _chosen(self, siblings: Siblings) -> list[Run]:
-        """Return runs without overlaps; those with the most parts are preferred."""
+        """Return runs that do not overlap. Runs with more parts are preferred."""
         runs = self._runs(siblings)
         queue = [(-run.length * run.times, run.length, run.start, run.times, run.parallel) for run in runs]
         heapq.heapify(queue)
@@ -164,7 +166,7 @@ class _Fold:
                 if start <= run.start < end
             )
             if known:
-                continue  # a longer unit would be several of the shorter ones
+                continue  # the longer unit would consist of several shorter units that repeat
             length *= self._turn(siblings, start, end, length)
             if end - start < 2 * length:
                 continue
@@ -178,9 +180,9 @@ class _Fold:
         return found
 
     def _turn(self, siblings: Siblings, start: int, end: int, length: int) -> int:
-        """Return the number of units after which the operands of functions recur, such as two halves taken in turn.
+        """Return the period of the functions' operands, in units: 2 if the units use two halves of a tensor in turn.
 
-        Operands that do not recur may be the number of a step.
+        Operands that never recur may be the number of a step, and do not count.
         """
         values = self._operands(siblings, range(start, end - length + 1, length), length)
         return 1 if all(each == values[0] for each in values) else lcm(*map(period_of, zip(*values, strict=True)))
@@ -188,7 +190,7 @@ class _Fold:
     def _operands(
         self, siblings: Siblings, units: Iterable[int], length: int, *, only_places: bool = False
     ) -> list[list[Key]]:
-        """Return the operands of all nodes of each unit, or only those that say which part of a tensor is taken."""
+        """Return the operands of all nodes of each unit. See :func:`operands` for ``only_places``."""
         nodes = self._graph.nodes
         trees = ([node for tree in siblings.subtrees[unit : unit + length] for node in tree] for unit in units)
         return [[operands(nodes[node], only_places=only_places) for node in tree] for tree in trees]
@@ -202,19 +204,20 @@ class _Fold:
         if run.times < (2 if all(opened) else self._least):
             return False
         if run.times == 2 and nested:
-            # The numbers of two blocks may differ, such as a drop rate, but not those that a frame keeps apart.
+            # Two blocks may differ in numbers, such as a drop rate, but not in indices. Inside a frame, they may not
+            # differ in any operand.
             within = nodes[unit[0]].parent
             is_framed = within is not None and not nodes[within].type_name
             one, other = self._operands(siblings, run.units(), run.length, only_places=not is_framed)
             if one != other:
                 return False
-        # The layers of a unit have names, and functions have none.
+        # Functions have no names. So in a unit of functions, count each function.
         is_nameless = all(nodes[part].kind == "op" and not nodes[part].parameters for part in unit)
         number = run.times * run.length if is_nameless else run.times
         return nested or not run.parallel or number > _FEW
 
     def _merge(self, siblings: Siblings, run: Run) -> list[int]:
-        """Keep the first unit of a run, and return its nodes."""
+        """Keep only the first unit of a run. Return the contents of its frame, if it got one."""
         self._changed = True
         nodes, start, length = self._graph.nodes, run.start, run.length
         parts = siblings.parts[start : start + length]
@@ -245,7 +248,7 @@ class _Fold:
         self._free += 1
         depth = nodes[parts[0]].depth
         trained = {node for node in parts if self._is_trained(node)}
-        # An op with parameters, or a parameter that only its unit uses, is another one in each unit.
+        # An op with parameters is a different one in each unit. So is a parameter that only one unit uses.
         again = bool(trained) and trained <= shared and all(nodes[node].kind != "parameter" for node in private)
         nodes[group] = Node(group, "module", "", parent, depth, repeats=run.times, parallel=run.parallel, shared=again)
         for node in () if again else shared.intersection(parts):
@@ -262,7 +265,7 @@ class _Fold:
         return inside
 
     def _counterparts(self, siblings: Siblings, run: Run) -> dict[int, int]:
-        """Map each node of all units to the equal node in the first unit."""
+        """Map each node of all units to the corresponding node of the first unit."""
         kept: dict[Key, int] = {}
         pairs: dict[int, int] = {}
         for unit in run.units():
@@ -274,11 +277,14 @@ class _Fold:
         return pairs
 
     def _share(self, pairs: Mapping[int, int]) -> set[int]:
-        """Mark the kept calls inside the units that call the same module in each unit; return those and the others."""
+        """Mark the kept calls inside the units that call the same module in every unit as ``shared``.
+
+        Return all kept calls that do so, including the units themselves and calls inside a marked call.
+        """
         nodes = self._graph.nodes
         calls = {node for node in pairs.values() if nodes[node].kind == "module"}
         others = {node for number, node in pairs.items() if self._graph.names(number) != self._graph.names(node)}
-        # A frame has no name; it is the same each time if all calls inside of it are.
+        # A frame has no name. It is the same in every unit if all calls inside it are.
         others |= {node for node in calls if not nodes[node].name and not others.isdisjoint(self._graph.subtree(node))}
         shared = {node for node in calls - others if self._is_trained(node)}
         outermost = {node for node in shared if nodes[node].parent not in shared and nodes[node].parent in calls}
@@ -288,13 +294,13 @@ class _Fold:
         return shared
 
     def _is_trained(self, call: int) -> bool:
-        """Return True if a call has parameters, or a call in a frame."""
+        """Return True if a call has parameters; for a frame, if a call inside it has parameters."""
         node = self._graph.nodes[call]
         inside = self._graph.children.get(call, ()) if node.kind == "module" and not node.name else ()
         return bool(node.total_parameters or node.parameters) or any(map(self._is_trained, inside))
 
     def _join_names(self, pairs: Mapping[int, int]) -> None:
-        """Let the kept nodes stand for the modules and tied tensors of all units."""
+        """Collect the names of the modules and tied tensors of all units for the kept nodes."""
         found: dict[tuple[int, int], dict[tuple[str, ...], None]] = {}
         for node, kept in pairs.items():
             for place, names in enumerate(self._graph.names(node)):
@@ -307,7 +313,7 @@ class _Fold:
             nodes[kept] = replace(nodes[kept], tied=tuple(map(_span, tied)))
 
     def _outer(self, siblings: Siblings, run: Run, group: int, pairs: Mapping[int, int]) -> dict[int, list[Edge]]:
-        """Return the edges into the nodes outside of a run that take its results."""
+        """Return the new incoming edges of the nodes outside of a run that take its results."""
         units = run.units()
         start, length, last = run.start, run.length, units[-1]
         whole = start, length, last + length
@@ -339,7 +345,7 @@ class _Fold:
         return found
 
     def _widen(self, pairs: Mapping[int, int]) -> None:
-        """Let the kept nodes show the sizes and the settings of the nodes that they replace."""
+        """Extend the sizes and settings of the kept nodes to the ranges of all nodes that they replace."""
         nodes = self._graph.nodes
         given: dict[int, list[_Arguments]] = {}
         for node_id, kept_id in pairs.items():
@@ -364,14 +370,14 @@ class _Fold:
         kept: list[Node] = []
         for node in self._original.nodes:
             if node.id in nodes:
-                # An inner frame is made after the frame around it.
+                # An inner frame is created after the frame around it, so it comes later in this list.
                 kept += [*before.get(node.id, ()), nodes[node.id]]
         first_use = {edge.target: None for edge in self._original.edges}
         edges = (self._with_sizes(edge) for target in first_use for edge in self._graph.into.get(target, ()))
         return replace(self._original, nodes=tuple(kept), edges=tuple(edges))
 
     def _with_sizes(self, edge: Edge) -> Edge:
-        """Return an edge with the sizes that its source shows."""
+        """Return an edge whose tensor has the range of sizes that its source has."""
         before = self._widest.get(edge.source, ())
         if edge.tensor not in before:
             return edge
@@ -379,7 +385,7 @@ class _Fold:
 
 
 def _repeated(siblings: Siblings, node: int, run: Run, group: int, pairs: Mapping[int, int]) -> list[Edge]:
-    """Return the edges into a node of the first unit, for all repetitions."""
+    """Return the incoming edges of a node of the first unit, for all repetitions."""
     start, length = run.start, run.length
     position, offset = siblings.place[node]
     known: list[dict[Key, Edge]] = []
@@ -391,7 +397,7 @@ def _repeated(siblings: Siblings, node: int, run: Run, group: int, pairs: Mappin
     found = []
     for words, key, number in merged_ports(siblings, node, start, length, run.back, exact=False) or []:
         later = words.count("next")
-        # The tensors of the repetitions before are in the last port.
+        # Tensors from earlier repetitions are in the last port.
         place = later if "first" in words or not words else run.back
         edge = _moved(known[place][key], pairs, number, target=node)
         if number != edge.multiplicity or (not words and _differ(siblings, node, run, key[0])):
@@ -402,14 +408,17 @@ def _repeated(siblings: Siblings, node: int, run: Run, group: int, pairs: Mappin
         if not words and key[0][0] == "unit" and edge.relates("next"):
             across = ((group, "same"),)
         if sum(word == "each" for _, word in edge.across) % 2:
-            across = (*across, (group, "each"))  # from the same step of a joined loop, which is folded
+            across = (*across, (group, "each"))  # the source is the same step of a joined loop that is already folded
         number *= 1 if "first" in words else run.times - later
         found.append(replace(edge, multiplicity=number, across=(*edge.across, *across)))
     return found
 
 
 def _differ(siblings: Siblings, node: int, run: Run, spot: Key, *, parts: bool = False) -> bool:
-    """Return True if a node takes other outputs, or parts, of a source outside of a run in other units."""
+    """Return True if a node takes different outputs of a source outside of the run in different units.
+
+    With ``parts``, compare the parts of the edges instead of the outputs.
+    """
     if spot[0] != "out" or (len(siblings.graph.nodes[spot[1]].outputs) < 2 and not parts):
         return False
     position, offset = siblings.place[node]
@@ -419,7 +428,7 @@ def _differ(siblings: Siblings, node: int, run: Run, spot: Key, *, parts: bool =
 
 
 def _span(names: Sequence[str]) -> str:
-    """Return several names as one, from the first to the last, such as ``encoder.0…3.weight``."""
+    """Join several names into one that has the first and the last number, such as ``encoder.0…3.weight``."""
     names = [name.removeprefix("=") for name in names]
     first, last = (re.split("([0-9]+)", names[place]) for place in (0, -1))
     if first[::2] != last[::2]:
@@ -429,16 +438,17 @@ def _span(names: Sequence[str]) -> str:
 
 
 def _moved(edge: Edge, pairs: Mapping[int, int], number: int, *, target: int | None = None) -> Edge:
-    """Return an edge between the nodes that are kept."""
+    """Return an edge whose ends are replaced by the kept nodes."""
     across = tuple((pairs.get(group, group), word) for group, word in edge.across)
     goal = edge.target if target is None else target
     return replace(edge, source=pairs.get(edge.source, edge.source), target=goal, multiplicity=number, across=across)
 
 
 def _joined_arguments(given: list[_Arguments]) -> _Arguments:
-    """Return the arguments of several nodes as one: those that all have, with the values that differ as ``0.0…0.3``.
+    """Join the arguments of several nodes. Arguments that a node lacks are left out.
 
-    The dilations are listed, also those of 1, which convolutions leave out.
+    Values that differ become a range, such as ``0.0…0.3``. Dilations that differ are listed, including dilations of 1,
+    which ``extra_repr`` of a convolution leaves out.
     """
     dilations = joined_dilations(given)
     joined = [(DILATION, dilations)] if dilations else []

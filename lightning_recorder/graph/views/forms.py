@@ -12,14 +12,14 @@ from lightning_recorder.graph.views.wiring import Key, MutableGraph
 __all__ = ["GEOMETRY", "TENSORS", "VARIED", "forms", "is_setting", "operands", "without_numbers"]
 
 TENSORS = ("parameter", "buffer", "tensor")
-# Dimension 1 of the outputs of these layers is fixed by their weights; it is the last dimension for others.
+# The weights of these layers determine dimension 1 of their outputs. Weights of other layers determine the last one.
 _CHANNELS_FIRST = ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose", "BatchNorm", "GroupNorm", "InstanceNorm")
 
 VARIED = ("p", "drop_prob", "drop_rate")
-"""Settings of modules that may differ between equal blocks: the drop rate of a path often grows with the depth."""
+"""Settings of modules that may differ between equal blocks. For example, drop path rates often grow with the depth."""
 
-# Arguments of functions in which equal nodes may differ. All others are settings, such as a slope.
-_PLACES = ("index", "start")  # may be the number of a step
+# Arguments of functions in which equal nodes may differ. All other arguments are settings, such as a slope.
+_PLACES = ("index", "start")  # their values may be the number of a step
 _SIZES = frozenset(("size", "sizes", "shape", "length", "split_size", "split_size_or_sections"))
 _NUMBERS = frozenset(("input", "other", "value", "fill_value", "weight", "end", "low", "high", "mean", "std", "steps"))
 _EXECUTION = frozenset(
@@ -35,18 +35,18 @@ GEOMETRY = frozenset(
         *("stride", "padding", "kernel_size", "dilation", "groups", "scale_factor"),
     )
 )
-"""Settings that decide sizes, as in a block that halves the resolution."""
+"""Settings that determine the sizes of tensors, such as a stride that halves the resolution."""
 
 
 def forms(graph: Graph, parts: MutableGraph, *, with_training: bool = True, with_sizes: bool = True) -> dict[int, int]:
-    """Return a number for each node; two numbers are equal exactly if the nodes and their contents look the same.
+    """Return a number for each node. Two numbers are equal exactly if the nodes and their contents look the same.
 
-    Contents look the same if they are also connected equally.
+    Contents look the same only if the edges inside them are equal, too.
 
     Args:
         graph: The graph.
-        parts: Its parts.
-        with_training: Also compare what is frozen, what got no gradient and where a gradient stops.
+        parts: The same graph in the form that is being folded.
+        with_training: Also compare which parameters are frozen or got no gradient, and where a gradient stops.
         with_sizes: Also compare the sizes of tensors and the settings in :data:`GEOMETRY`.
     """
     tree = parts.subtree(graph.root.id)
@@ -56,7 +56,7 @@ def forms(graph: Graph, parts: MutableGraph, *, with_training: bool = True, with
     reshaped = _reshaped([parts.nodes[each] for each in tree], graph)
     numbers: dict[object, int] = {}
     known: dict[int, int] = {}
-    # Children come after their parent, so in reverse order they are known first.
+    # Children come after their parent, so they are visited first in reverse order.
     for node_id in reversed(tree):
         inside = tuple(known[child] for child in parts.children.get(node_id, ()))
         node = parts.nodes[node_id]
@@ -73,20 +73,21 @@ def forms(graph: Graph, parts: MutableGraph, *, with_training: bool = True, with
 
 
 def _untrained(graph: Graph) -> dict[str, Key]:
-    """Return what is frozen or got no gradient of each module: its own parameters by name, or all of it."""
+    """Return for each module what is frozen or got no gradient: parameters by name, or "" for the whole module."""
     found: dict[str, list[tuple[str, str]]] = {}
     for status, names in (("frozen", graph.unused.frozen), ("no gradient", graph.unused.parameters)):
         for name in names:
             around, _, last = name.rpartition(".")
-            found.setdefault(name, []).append(("", status))  # of a module as a whole
-            found.setdefault(around, []).append((last, status))  # of a parameter
+            found.setdefault(name, []).append(("", status))  # if the name is a module
+            found.setdefault(around, []).append((last, status))  # if the name is a parameter
     return {name: tuple(each) for name, each in found.items()}
 
 
 def _reshaped(nodes: Iterable[Node], graph: Graph) -> dict[int, Key]:
-    """Return the output shapes of functions that reshape inputs of one shape to several shapes.
+    """Return the output shapes of reshaping functions whose input shape is reshaped to different shapes elsewhere.
 
-    Other sizes may depend on the data. The same data with other sizes is another function.
+    These functions differ, since the same input has different outputs. Output sizes of other functions may depend on
+    the data and are not compared.
     """
     found: dict[Key, dict[int, Key]] = {}
     for node in nodes:
@@ -99,10 +100,11 @@ def _reshaped(nodes: Iterable[Node], graph: Graph) -> dict[int, Key]:
 
 
 def _inner_edges(graph: Graph, place: Mapping[int, int]) -> dict[int, list[Key]]:
-    """Return the edges directly inside each call: between its contents, but not inside one of them.
+    """Return the edges between the children of each call, in a form to compare.
 
-    An edge consists of the places of its ends, the number of edges into its target from inside the call before it, its
-    multiplicity, and its outputs of the source. Edges between repetitions are compared by :class:`Siblings`.
+    The form of an edge has the offsets of its two ends from the call, the number of earlier edges from inside the call
+    into the same target, the multiplicity, and the output indices. Edges between repetitions are left out, since
+    :class:`Siblings` compares them.
     """
     inner: dict[int, list[Key]] = {}
     above: dict[int, list[int]] = {}
@@ -124,38 +126,38 @@ def _inner_edges(graph: Graph, place: Mapping[int, int]) -> dict[int, list[Key]]
 
 
 def _label(node: Node) -> Key:
-    """Return the properties in which equal nodes agree."""
-    # A module differs from its siblings by its name, and a parameter by its name before the last dot.
+    """Return the properties that equal nodes have in common."""
+    # The names of equal modules differ, and so do the names of equal parameters before the last dot.
     name = "" if node.kind == "module" else node.name.rpartition(".")[2] if node.kind != "op" else node.name
     sizes = tuple(_fixed_sizes(node, meta) for meta in node.outputs)
-    tied = tuple(map(without_numbers, node.tied))  # the names of blocks differ in their numbers
+    tied = tuple(map(without_numbers, node.tied))  # the names of equal blocks differ only in numbers
     about = node.parameters, node.failed, node.repeats, node.parallel, node.shared, tied
     return node.kind, name, node.type_name, sizes, _settings(node), *about
 
 
 def without_numbers(name: str) -> str:
-    """Return a name of a module or tensor in which the names of equal blocks agree."""
-    # Of several modules that are not registered, all but the first have a number: Block, Block#2.
+    """Return the name of a module or tensor with its numbers masked, so that equal blocks have equal names."""
+    # The first unregistered module of a class has no number in its name, further ones do: Block, Block#2.
     return re.sub("[0-9]+", "#", re.sub("#[0-9]+", "", name))
 
 
 def _label_without_sizes(node: Node) -> Key:
-    """Return the properties in which nodes agree that only differ in sizes."""
+    """Return the properties that nodes have in common if they differ only in sizes."""
     kind, name, type_name, outputs, settings, _, *about = _label(node)
     kept = tuple(pair for pair in settings if pair[0] not in GEOMETRY)
     return kind, name, type_name, tuple(dtype for *_, dtype in outputs), kept, *about
 
 
 def _settings(node: Node) -> Key:
-    """Return the arguments in which equal nodes agree, such as a stride."""
+    """Return the arguments that equal nodes have in common, such as a stride."""
     if node.kind == "module":
         return undilated([pair for pair in node.arguments if pair[0] not in VARIED])
     return undilated([pair for pair in node.arguments if is_setting(node, pair[0])])
 
 
 def is_setting(node: Node, name: str) -> bool:
-    """Return True if an argument of a function decides what it computes, and is neither an operand nor a size."""
-    # The p of a dropout is a drop rate, and that of others the kind of a norm.
+    """Return True if an argument is a setting of a function, not an operand, a size or an execution option."""
+    # In a dropout, ``p`` is the drop rate. In other functions, ``p`` is the order of a norm.
     if name == "p":
         return "dropout" not in node.name and node.name != "bernoulli"
     return name not in _VARIED_OF_FUNCTIONS
@@ -166,7 +168,7 @@ def operands(node: Node, *, only_places: bool = False) -> Key:
 
     Args:
         node: A node.
-        only_places: Only return the arguments that say which part of a tensor is taken.
+        only_places: Only return the arguments that select a part of a tensor, such as an index.
     """
     pairs = node.arguments if node.kind == "op" else ()
     if only_places:
@@ -181,7 +183,7 @@ def _fixed_sizes(node: Node, meta: TensorMeta) -> Key:
         return meta.shape, meta.dtype
     sizes: Iterable[int | None] = [None] * len(meta.shape)
     if node.parameters and meta.shape:
-        # A class of the user, or one that torch makes for a weight norm, ends with the name of the layer.
+        # The class name may only contain the layer's name: a user's subclass, or a class of torch for a weight norm.
         is_first = any(kind in node.type_name for kind in _CHANNELS_FIRST) and len(meta.shape) > 1
         fixed = 1 if is_first else len(meta.shape) - 1
         sizes = [size if place == fixed else None for place, size in enumerate(meta.shape)]

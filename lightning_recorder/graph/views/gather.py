@@ -1,4 +1,4 @@
-"""A view that draws the many tensors of one container as one node."""
+"""A view that draws many inputs or outputs in one container as one node."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _INSIDE = re.compile(r"(?:\.[^.\[]+|\[[^\]]*\]){2}")
 
 
 def gather(graph: Graph, few: int = _FEW) -> Graph:
-    """Draw the inputs or outputs of one container as a single node if there are many of them.
+    """Draw the inputs or outputs in one container as a single node if there are more than ``few``.
 
-    This keeps the keys and values of a cache, two for each layer, from filling a picture. The node has the path of the
-    container and lists all of its tensors. More than two suffice if they are in containers inside the container, such
-    as the entries of a cache for each layer.
+    Otherwise the keys and values of a cache, two for each layer, would fill the picture. The node has the path of the
+    container and lists all of its tensors. If all tensors are in nested containers, such as the entries of a cache for
+    each layer, more than two tensors become a single node.
 
     Args:
         graph: A recorded graph, or a view of one.
-        few: The largest number of tensors that stay separate nodes; 2 for tensors in containers inside the container.
+        few: The largest number of tensors that stay separate nodes. For tensors in nested containers, it is at most 2.
 
     Example:
         >>> import torch
@@ -58,10 +58,10 @@ def gather(graph: Graph, few: int = _FEW) -> Graph:
 
 
 def _in_time(edges: Iterable[Edge], graph: Graph, gathered: Collection[int]) -> tuple[Edge, ...]:
-    """Return the edges with those into gathered outputs at the end, in the order of time.
+    """Move the edges into gathered outputs to the end, in the execution order of their sources.
 
-    The order of the paths depends on the container: a cache may list the keys of all layers before the values, and the
-    layers would not fold.
+    Otherwise their order would be the order of the paths. A cache may list the keys of all layers before the values,
+    and then the layers would not fold.
     """
     place = {node.id: number for number, node in enumerate(graph.nodes)}
     return tuple(sorted(edges, key=lambda edge: place[edge.source] + 1 if edge.target in gathered else 0))

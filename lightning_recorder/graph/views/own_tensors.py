@@ -1,4 +1,4 @@
-"""A view with only those parameters and buffers that are not part of a closed call."""
+"""A view without the parameters and buffers of closed calls."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from lightning_recorder.graph.views.rebuild import rebuilt
 __all__ = ["own_tensors", "with_copies"]
 
 _MODEL_TENSORS = ("parameter", "buffer")
-_FAR = 40  # nodes between two uses of a tensor that are not in one step of a loop
+_FAR = 40  # number of nodes between two uses of a tensor, above which the uses are in different loops
 _OF_LAYERS = ("weight", "bias", "running_mean", "running_var")
 
 
 def own_tensors(graph: Graph, depth: int | None = None, opened: Set[int] = frozenset()) -> Graph:
     """Remove the parameters and buffers inside the calls that are closed at a depth, and inside layers.
 
-    The tensors that an open call uses itself stay, such as the position embedding of a transformer. The weight and bias
-    of a layer that calls others, such as a batch norm with an activation, are removed; its function counts them. A call
-    or op that uses a tensor of another closed call, such as a tied weight, lists its name in :attr:`Node.tied`.
+    Tensors that an open call uses directly stay, such as the position embedding of a transformer. The weight and bias
+    of a layer that calls other modules, such as a batch norm with an activation, are removed. The function of the layer
+    counts them. If a call or op uses a parameter of another closed call, such as a tied weight, :attr:`Node.tied` lists
+    the name of the parameter.
 
     Args:
         graph: A recorded graph, or a view of one, before its calls are closed.
-        depth: The depth at which :func:`collapse` will close calls; ``None`` for the calls that contain no other.
+        depth: The depth at which :func:`collapse` will close calls. ``None`` closes the calls that contain no other.
         opened: The ids of calls that stay open at any depth.
 
     Example:
@@ -67,10 +68,11 @@ def own_tensors(graph: Graph, depth: int | None = None, opened: Set[int] = froze
 
 
 def with_copies(graph: Graph) -> Graph:
-    """Return a graph with a copy of a parameter or buffer for each later use, or the graph itself if there is none.
+    """Copy parameters and buffers that two loops use, so that each loop can be folded on its own.
 
-    A later use is in the second of two loops over a list of tensors: with many nodes since the use before, and with
-    uses of other tensors among them. Each loop can then be folded on its own. A copy has the name of its tensor.
+    A use belongs to a second loop if many nodes lie between it and the previous use of the tensor, and if other
+    parameters or buffers are used in between. A copy has the name of its tensor. Return the graph itself if nothing is
+    copied.
     """
     targets: dict[int, set[int]] = {}
     for edge in graph.edges:
@@ -100,13 +102,13 @@ def with_copies(graph: Graph) -> Graph:
 
 
 def _name_inside(tensor: Node, graph: Graph) -> str:
-    """Return that name of a tied tensor by which the module of the call around it has it."""
+    """Return the name that a tied tensor has in the module of the surrounding call."""
     call = "" if tensor.parent is None else graph[tensor.parent].name
     return next((name for name in (tensor.name, *tensor.tied) if name.startswith(f"{call}.")), tensor.name)
 
 
 def _layers(graph: Graph, gone: Collection[int]) -> dict[int, list[Node]]:
-    """Return the functions of layers that call other modules, with the weights and statistics that only they use."""
+    """Map the functions of layers that call other modules to the weights and statistics that only they use."""
     users: dict[int, set[int]] = {}
     for edge in graph.edges:
         users.setdefault(edge.source, set()).add(edge.target)
@@ -122,15 +124,16 @@ def _layers(graph: Graph, gone: Collection[int]) -> dict[int, list[Node]]:
 
 
 def _count(tensors: Iterable[Node]) -> int:
-    """Return the number of elements of the parameters among some tensors."""
+    """Return the number of elements of the parameters among the tensors."""
     shapes = (tensor.outputs[0].shape for tensor in tensors if tensor.kind == "parameter" and tensor.outputs)
     return sum(map(math.prod, shapes))
 
 
 def _before_users(graph: Graph, nodes: list[Node]) -> list[Node]:
-    """Return the nodes with each tensor of the model before the calls in which it is used.
+    """Move each parameter and buffer before the first call that uses it.
 
-    It is recorded when a function uses it, so a tensor that is passed to a call comes after the beginning of that call.
+    A tensor is recorded when a function uses it. So a tensor that is passed to a call is recorded after the beginning
+    of the call.
     """
     place = {node.id: number for number, node in enumerate(nodes)}
     first: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Repetitions in a sequence of numbers."""
+"""Periodic stretches in a sequence of numbers."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Hashable, Iterator, Sequence
 
 __all__ = ["period_of", "repetitions"]
 
-_SHORT = 8  # Every period up to this length is tried.
-_LONGEST_TURN = 4  # the longest period of the values of :func:`period_of`
-_MOST = 3  # the number of longer periods that are tried at a position
+_SHORT = 8  # every period up to this length is tried
+_LONGEST_TURN = 4  # the longest period that :func:`period_of` finds
+_MOST = 3  # the maximum number of longer periods to try at a position
 
 
 def repetitions(values: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return the start, end and period of the stretches that repeat with a period.
+    """Return the start, end and period of the periodic stretches.
 
-    A stretch is at least two periods long and cannot be extended. Each stretch with a period of up to eight is
-    returned, and each one with a longer period that occurs at least three times. The time is proportional to
-    ``n log n``.
+    A stretch is at least two periods long and cannot be extended. All stretches with a period of at most eight are
+    returned. Stretches with a longer period are returned if the period occurs at least three times. The run time is
+    proportional to ``n log n``.
 
     Args:
         values: The sequence; only the equality of its elements matters.
@@ -36,7 +36,7 @@ def repetitions(values: Sequence[int]) -> list[tuple[int, int, int]]:
             place = end - period + 1
     seen: dict[int, int] = {}
     for place, period in _candidates(values):
-        # The stretches with a period are found from left to right.
+        # Stretches with the same period are found from left to right.
         if place < seen.get(period, 0):
             continue
         start = place
@@ -49,7 +49,9 @@ def repetitions(values: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def period_of(values: Sequence[Hashable]) -> int:
-    """Return the smallest period of up to four values, in a sequence of almost two periods or more; 1 if none.
+    """Return the smallest period of a sequence, from 1 to 4; 1 if there is none.
+
+    The sequence must have at least two periods, but the last value may be missing.
 
     Example:
         >>> period_of([0, 4, 0]), period_of([3, 3, 3]), period_of([0, 1, 2, 0])
@@ -60,7 +62,7 @@ def period_of(values: Sequence[Hashable]) -> int:
 
 
 def _end(values: Sequence[int], start: int, period: int) -> int:
-    """Return the end of the stretch that begins at a place and repeats with a period."""
+    """Return the end of the stretch that begins at ``start`` and has this period."""
     place = start
     while place + period < len(values) and values[place] == values[place + period]:
         place += 1
@@ -68,7 +70,10 @@ def _end(values: Sequence[int], start: int, period: int) -> int:
 
 
 def _candidates(values: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield places and periods above eight at which a window of at least half the period occurs again."""
+    """Yield candidates for stretches as positions and periods above eight.
+
+    At a candidate, a window of at least half the period recurs after one period.
+    """
     ranks = list(values)
     size = 1
     while 2 * size < len(values):

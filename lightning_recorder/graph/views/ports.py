@@ -10,23 +10,23 @@ from lightning_recorder.graph.model import Edge, Graph, Node, Repetition
 __all__ = ["CHAIN", "with_ports"]
 
 CHAIN = "chain"
-"""The name of a port at which each repetition takes what the one before returned."""
+"""The name of a port at which each repetition takes a result of the repetition before it."""
 
 Across = tuple[tuple[int, Repetition], ...]
 Tensor = tuple[int, Across, tuple[int, ...]]
-"""The source of an edge, its relations to repetitions, and its outputs of the source."""
+"""The source of an edge, its relations to repetitions, and the indices of its tensors among the source's outputs."""
 Chain = tuple[tuple[Tensor, ...], Tensor]
-"""The tensors that the first repetition takes, and the one that each later repetition takes in their place."""
+"""The tensors that the first repetition takes, and the tensor that each later repetition takes instead."""
 
 
 def with_ports(graph: Graph) -> Graph:
-    """Lead the tensors that are used more than once inside a call through ports, which are nodes of the kind ``port``.
+    """Lead the tensors that are used more than once inside a call through ports: nodes of the kind ``port``.
 
     A port is at the beginning of a call. It has an edge from the source outside, and edges to the users inside.
 
-    A call that is drawn once for several repetitions has a port named ``chain`` for a tensor that the first repetition
-    takes from outside and each later one from the repetition before. If no other tensor leaves the call, there is no
-    edge to the next repetition; otherwise it leads to the port. A closed call has no port, only fewer edges.
+    A folded call gets a port named ``chain`` for a tensor that is passed on: the first repetition takes it from
+    outside, and each later repetition takes it from the repetition before. If no other tensor leaves the call, there is
+    no edge to the next repetition. Otherwise this edge leads to the port. A closed call gets no port, only fewer edges.
 
     Args:
         graph: A view.
@@ -47,7 +47,7 @@ def with_ports(graph: Graph) -> Graph:
     level = {graph.root.id: 0}
     for node in graph.nodes[1:]:
         level[node.id] = level[node.parent or graph.root.id] + 1
-    # From the inside out, so that an outer call leads its tensors to the ports of the inner ones.
+    # From the inside out, so that an outer call leads its tensors to the ports of inner calls.
     nodes = sorted(graph.nodes[1:], key=lambda each: -level[each.id])
     for node in nodes:
         if node.repeats > 1:
@@ -59,14 +59,14 @@ def with_ports(graph: Graph) -> Graph:
 
 
 class _Ports:
-    """The ports and edges of a picture."""
+    """The ports and edges of a graph while ports are added."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._instead: dict[Edge, list[Edge]] = {}
-        """The edges that replace others."""
+        """The edges that replace each removed edge."""
         self._times: dict[Edge, int] = {}
-        """The number of tensors in the picture that each new edge represents."""
+        """The number of tensors that each new edge represents in one repetition."""
         self._ports: dict[int, list[Node]] = {}
         self._free = max(node.id for node in graph.nodes) + 1
         self._several = {node.id for node in graph.nodes if len(node.outputs) > 1}
@@ -75,9 +75,9 @@ class _Ports:
             for around in graph.ancestors(node):
                 self._inside.setdefault(around.id, set()).add(node.id)
         self._entering: dict[int, dict[Edge, None]] = {}
-        """The edges into each call from outside."""
+        """By call: the edges into the call from outside."""
         self._related: dict[int, dict[Edge, None]] = {}
-        """The edges with a relation to the repetitions of each node."""
+        """By repeated node: the edges into its first or next repetition."""
         for edge in graph.edges:
             self._register(edge, graph[edge.target])
 
@@ -112,13 +112,13 @@ class _Ports:
         return replace(graph, edges=tuple(edges))
 
     def join_inputs(self, call: Node) -> None:
-        """Lead the tensors that several nodes inside a call take from the same node outside through ports."""
+        """Add a port for each tensor from outside that several nodes inside a call take."""
         inside = self._inside[call.id]
         groups: dict[tuple[Tensor, tuple[str, str]], list[Edge]] = {}
         for edge in self._entering.get(call.id, ()):
             # A relation to repetitions inside the call would not hold at its port.
             if edge not in self._instead and inside.isdisjoint(each for each, _ in edge.across):
-                # The places of the outputs of a closed call are not known, but a tensor has one name and one dtype.
+                # The output indices of a closed call are not known, but a tensor has one name and one dtype.
                 one = edge.part, edge.tensor.dtype if edge.tensor else ""
                 one = one if edge.source in self._several else ("", "")
                 groups.setdefault(((edge.source, edge.across, edge.outputs), one), []).append(edge)
@@ -127,11 +127,11 @@ class _Ports:
                 self._add_port(call, "", [tensor], edges)
 
     def join_chains(self, call: Node, *, framed: bool) -> None:
-        """Join the edges of the tensors that each repetition of a node passes on to the next one.
+        """Join the edges of the tensors that each repetition of a node passes on to the next repetition.
 
         Args:
-            call: The node.
-            framed: True if its contents are drawn.
+            call: The repeated node.
+            framed: True if the contents of the node are drawn.
         """
         inside = self._inside.get(call.id, set()) | {call.id}
         related: dict[int, list[Edge]] = {}
@@ -149,7 +149,7 @@ class _Ports:
             if framed:
                 self._add_port(call, CHAIN, [*firsts, *([] if alone else [onward])], edges)
             elif alone and all(edge in edges for edge in self._edges() if edge.target == call.id):
-                # A further edge into the node would look like its chain.
+                # Other edges into the node would look like its chain.
                 first = [edge for edge in edges if "first" in _words(edge, call)]
                 plain = [replace(edge, across=_without(edge, call)) for edge in first]
                 self._replace(edges, plain, [self._shown(edge) for edge in first])
@@ -157,7 +157,7 @@ class _Ports:
                     self._register(edge, call)
 
     def _leaving(self, call: Node, inside: Collection[int]) -> set[tuple[int, tuple[int, ...]]]:
-        """Return the nodes inside a call whose tensors leave its last repetition, with the outputs that leave."""
+        """Return the nodes inside a call whose outputs leave its last repetition, with the indices of these outputs."""
         found = set()
         for edge in self._edges():
             outer = any(word == "next" and group not in inside for group, word in edge.across)
@@ -185,11 +185,14 @@ class _Ports:
         self._replace(edges, [*outer, *inner], [*(max(1, len(each.outputs)) for each in outer), *shown.values()])
 
     def _shown(self, edge: Edge) -> int:
-        """Return the number of tensors that an edge represents in the picture."""
+        """Return the number of tensors that an edge represents in one repetition."""
         return self._times.get(edge) or max(1, edge.multiplicity // self._graph.occurrences(edge))
 
     def _replace(self, old: Sequence[Edge], new: Sequence[Edge], times: Sequence[int]) -> None:
-        """Replace edges; a new edge is in the place of an old one with its target, or else of the first old one."""
+        """Replace edges. A new edge has the position of an old edge with the same target, or of the first old edge.
+
+        ``times`` has the number of tensors of each new edge.
+        """
         first = {edge.target: edge for edge in reversed(old)}
         for edge in old:
             self._instead[edge] = []
@@ -199,7 +202,7 @@ class _Ports:
 
 
 def _common(words: Iterable[str]) -> str:
-    """Return the word that is the same in all places, else an empty one."""
+    """Return the word if all words are equal, else an empty string."""
     different = set(words)
     return different.pop() if len(different) == 1 else ""
 
@@ -214,7 +217,7 @@ def _without(edge: Edge, call: Node) -> Across:
 
 
 def _chain(edges: Sequence[Edge], call: Node) -> Chain | None:
-    """Return the tensors of a node in the first repetition and in the later ones, or None if they are another pattern.
+    """Return the chain of a node inside a repeated node, or None if its edges have another pattern.
 
     Args:
         edges: The edges into the node that have a relation to the repetitions.

@@ -1,4 +1,4 @@
-"""Construction of a view from the nodes that stay, with redirected edges."""
+"""Construction of a view from the remaining nodes, with redirected edges."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["joined_outputs", "rebuilt", "redirected"]
 
 
 def rebuilt(graph: Graph, nodes: list[Node], target: Mapping[int, int], edges: Iterable[Edge] | None = None) -> Graph:
-    """Return a graph of some nodes and redirected edges, without dangling edges.
+    """Return a graph of the given nodes and redirected edges, without dangling edges.
 
-    Loops are removed, except from one repetition of a folded node to the next.
+    Edges from a node to itself are removed, unless they lead from one repetition of a folded node to the next.
 
     Args:
         graph: The original graph.
         nodes: The nodes of the new graph.
-        target: The node that replaces each node. A node that is missing here is removed with its edges.
+        target: Maps each node to the node that replaces it. A node that is missing here is removed with its edges.
         edges: The edges to redirect; by default all edges of the graph.
     """
     there = {node.id for node in nodes}
@@ -27,20 +27,20 @@ def rebuilt(graph: Graph, nodes: list[Node], target: Mapping[int, int], edges: I
     for edge in graph.edges if edges is None else edges:
         source, goal = find(edge.source), find(edge.target)
         if source in there and goal in there and (source != goal or edge.relates("next")):
-            # A closed call has the outputs of the function in it, such as an LSTM, or others.
+            # The output indices stay valid only if a closed call has the same outputs as its function, as an LSTM has.
             same = not edge.outputs or graph[edge.source].outputs == graph[source].outputs
             kept.append(edge if same else replace(edge, outputs=()))
     return replace(graph, nodes=tuple(nodes), edges=redirected(kept, target))
 
 
 def redirected(edges: Iterable[Edge], target: Mapping[int, int]) -> tuple[Edge, ...]:
-    """Return edges with other ends; edges with equal ends become one, whose multiplicity is their sum.
+    """Replace the ends of edges and join edges with equal ends. Their multiplicities are added.
 
-    Edges with different relations to the repetitions of folded nodes stay apart.
+    Edges with different relations to the repetitions of folded nodes are not joined.
 
     Args:
         edges: The edges.
-        target: The node that replaces each node; a node that is missing here is not replaced.
+        target: Maps each node to the node that replaces it. A node that is missing here is not replaced.
     """
     joined: dict[tuple[object, ...], Edge] = {}
     for edge in edges:
@@ -59,6 +59,6 @@ def redirected(edges: Iterable[Edge], target: Mapping[int, int]) -> tuple[Edge, 
 
 
 def joined_outputs(one: Edge, other: Edge) -> tuple[int, ...]:
-    """Return the places among the outputs of their source of the tensors on two edges, each place once."""
+    """Return the output indices of two edges from the same source together, each index once."""
     places = dict.fromkeys((*(one.outputs or (0,)), *(other.outputs or (0,))))
     return () if places.keys() == {0} else tuple(places)

@@ -1,4 +1,4 @@
-"""A view that draws all calls of a module as one."""
+"""A view that draws all calls of a module as one call."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["roll"]
 
 _Key = tuple[object, ...]
 
-# The kinds of nodes that depend on no call, although they may be inside one.
+# The kinds of nodes that do not depend on any call, even if they are inside a call.
 _GIVEN = ("input", "parameter", "buffer", "tensor")
 
 
 def roll(graph: Graph) -> Graph:
-    """Draw all calls of one module as one, with the number of calls.
+    """Merge all calls of a module into one call, with the number of calls.
 
     Calls are merged if they are inside the same call, or inside calls that are merged themselves. Their contents are
-    merged as well: the functions that are called first in each of them become one node. A tensor that is passed from
-    one call to a later one, such as the state of a recurrent cell, becomes an edge backwards or from a node to itself,
-    with the relation ``next`` to the merged call; see :class:`Edge`. A node that a later call takes a tensor from, and
-    that depends on no earlier call, is moved before the merged call.
+    merged in order: the first ``linear`` of each call becomes one node, then the second. If one call passes a tensor to
+    a later call, such as the state of a recurrent cell, the edge leads backwards or from a node to itself. Such an edge
+    has the relation ``next`` to the merged call; see :class:`Edge`. If a later call takes a tensor from a node that
+    does not depend on an earlier call, this node is moved before the merged call.
 
     Args:
         graph: A recorded graph, or a view of one.
@@ -71,7 +71,7 @@ def roll(graph: Graph) -> Graph:
 def _later(graph: Graph, target: Mapping[int, int]) -> dict[Edge, int]:
     """Return the edges whose source depends on an earlier call of their target, with the merged call.
 
-    The source and the target may be inside calls; these are compared.
+    If the source or the target is inside another call, that call is compared instead.
     """
     calls = Counter((node.parent, target[node.id]) for node in graph.nodes)
     entering: dict[int, list[tuple[int, Edge]]] = {}
@@ -82,7 +82,7 @@ def _later(graph: Graph, target: Mapping[int, int]) -> dict[Edge, int]:
         if source != goal:
             entering.setdefault(goal, []).append((source, edge))
     place = {node.id: number for number, node in enumerate(graph.nodes)}
-    # The merged calls that each node is or depends on, among the nodes directly inside the same call.
+    # For each node: the merged calls that it depends on or is itself, among the siblings of the node.
     known: dict[int, frozenset[int]] = {}
     later: dict[Edge, int] = {}
     for node in graph.nodes:
@@ -97,14 +97,14 @@ def _later(graph: Graph, target: Mapping[int, int]) -> dict[Edge, int]:
 
 
 def _to_next(edge: Edge, call: int, graph: Graph) -> Edge:
-    """Return an edge to the next call of a merged call, or of the innermost one around it."""
+    """Mark an edge as leading to the next call of a merged call, or of the innermost merged call around it."""
     around = (graph[call], *graph.ancestors(graph[call]))
     group = next((node.id for node in around if node.repeats > 1), call)
     return replace(edge, across=((group, "next"),))
 
 
 def _siblings(graph: Graph, one: int, other: int) -> tuple[int, int]:
-    """Return the nodes around two nodes, or these themselves, that are directly inside the same call."""
+    """Return the ancestors of two nodes that are siblings. A node counts as its own ancestor."""
     around = {call.id: inside for inside, call in pairwise((graph[one], *graph.ancestors(graph[one])))}
     for inside, call in pairwise((graph[other], *graph.ancestors(graph[other]))):
         if call.id in around:
@@ -113,7 +113,7 @@ def _siblings(graph: Graph, one: int, other: int) -> tuple[int, int]:
 
 
 def _in_order(graph: Graph) -> Graph:
-    """Return a graph in which the source of an edge is before its target, unless the edge goes to the next call."""
+    """Sort the nodes so that the source of each edge precedes its target, except for edges to the next call."""
     place = {node.id: number for number, node in enumerate(graph.nodes)}
     if all(edge.across or place[edge.source] < place[edge.target] for edge in graph.edges):
         return graph
@@ -132,7 +132,7 @@ def _in_order(graph: Graph) -> Graph:
 
 
 def _sources_first(nodes: Sequence[Node], sources: Mapping[int, Iterable[int]]) -> list[Node]:
-    """Return siblings in their order, each after those whose results it takes."""
+    """Sort siblings so that each follows the siblings whose results it takes. Otherwise the order is kept."""
     place = {node.id: number for number, node in enumerate(nodes)}
     waiting = {node.id: {place[each] for each in sources.get(node.id, ())} for node in nodes}
     users: dict[int, list[int]] = {}
@@ -142,7 +142,7 @@ def _sources_first(nodes: Sequence[Node], sources: Mapping[int, Iterable[int]]) 
     free = [place[node] for node, before in waiting.items() if not before]
     order: dict[int, None] = {}
     for first in range(len(nodes)):
-        # If calls were merged that take results of each other, the first one comes first.
+        # If merged calls take results of each other, keep the order of the first of them.
         free = free or [first] * (first not in order)
         while free:
             number = heapq.heappop(free)
@@ -160,7 +160,7 @@ def _key(node: Node, target: dict[int, int], counts: dict[_Key, int]) -> _Key:
     around = None if node.parent is None else target[node.parent]
     if node.kind == "module" and node.name:
         return around, "module", node.name
-    # The ordinal number of the node among those of the same kind and name in this call.
+    # The ordinal number of the node among the nodes of the same kind and name in this call.
     same = node.parent, node.kind, node.name
     counts[same] = counts.get(same, 0) + 1
     return around, node.kind, node.name, counts[same]
@@ -169,7 +169,7 @@ def _key(node: Node, target: dict[int, int], counts: dict[_Key, int]) -> _Key:
 def _rolled(node: Node, target: dict[int, int], calls: dict[int, int]) -> Node:
     if node.parent is None:
         return node
-    # A node that occurs only in a later call is moved into the call that represents all of them.
+    # A node that occurs only in a later call is moved into the merged call.
     around = target[node.parent]
     times, rest = divmod(calls[node.id], calls[around])
     repeats = max(1, node.repeats * times if node.kind == "module" and not rest else node.repeats)

@@ -1,4 +1,4 @@
-"""Runs of equal consecutive units, and runs that are joined step by step."""
+"""Runs of equal consecutive units, and loops whose steps feed each other."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = ["Loop", "Run", "equal_units", "joined_loops", "longest_stretch", "mer
 
 @dataclass(frozen=True)
 class Run:
-    """Equal units, one after the other."""
+    """A run of equal units, one after the other, among the parts of a call."""
 
     start: int
     length: int
     times: int
     parallel: bool
     back: int = 1
-    """The largest number of units between those that compute and use a tensor."""
+    """The largest distance, in units, between the unit that computes a tensor and the unit that uses it."""
 
     def units(self) -> range:
         """Return the positions of the units."""
@@ -38,7 +38,7 @@ class Run:
 
 
 def equal_units(siblings: Siblings, start: int, length: int, end: int) -> Run:
-    """Return the longest run of units that starts at a position and is connected equally."""
+    """Return the longest run of equally connected units that starts at a position."""
     most = (end - start) // length
     run = _equally_fed(siblings, start, length, most, 1)
     if run.times == most or most < 3:
@@ -49,12 +49,12 @@ def equal_units(siblings: Siblings, start: int, length: int, end: int) -> Run:
 
 
 def _equally_fed(siblings: Siblings, start: int, length: int, most: int, back: int) -> Run:
-    """Return the longest run of units that take their tensors equally, from at most ``back`` units before."""
+    """Return the longest run of units with corresponding inputs, which come from at most ``back`` units before."""
     if back >= most:
         return Run(start, length, 1, True)
     ports = [siblings.ports(start + step * length, start, length) for step in range(back + 1)]
     unit = (siblings.graph.nodes[node] for tree in siblings.subtrees[start : start + length] for node in tree)
-    parallel = all(node.kind != "optimizer" for node in unit)  # a step changes what comes after it
+    parallel = all(node.kind != "optimizer" for node in unit)  # an optimizer step affects everything after it
     for relative, offset in {key: None for port in ports for key in port}:
         merged = merged_ports(siblings, siblings.subtrees[start + relative][offset], start, length, back)
         if merged is None:
@@ -66,7 +66,7 @@ def _equally_fed(siblings: Siblings, start: int, length: int, most: int, back: i
     times = _equally_named(siblings, start, length, times)
     used = _equally_used(siblings, start, length, times)
     while back < used < times:
-        # The results of several units may be used in the units that were left out.
+        # A shorter run has more users outside, since the units that were left out may use its results. So check again.
         times, used = used, _equally_used(siblings, start, length, used)
     return Run(start, length, used, parallel, back) if used > back else Run(start, length, 1, True)
 
@@ -74,7 +74,7 @@ def _equally_fed(siblings: Siblings, start: int, length: int, most: int, back: i
 def merged_ports(
     siblings: Siblings, node: int, start: int, length: int, back: int, *, exact: bool | None = None
 ) -> Merged | None:
-    """Return the sources of a node of the first unit in all units; see :func:`merge_ports`."""
+    """Merge the sources of a node of the first unit and of the corresponding nodes; see :func:`merge_ports`."""
     position, offset = siblings.place[node]
     ports = [
         siblings.port(siblings.subtrees[position + step * length][offset], start + step * length, start, length)
@@ -88,22 +88,22 @@ def merged_ports(
 
 
 def _adds_zero(node: Node) -> bool:
-    """Return True for a function that adds 0 to a tensor, such as the first one of Python's ``sum``."""
+    """Return True for a function that adds 0 to a tensor, such as the first addition of Python's ``sum``."""
     operands = (value for name, value in node.arguments if name in ("input", "other"))
     return node.kind == "op" and node.name == "add" and any(value in ("0", "0.0") for value in operands)
 
 
 def _equally_named(siblings: Siblings, start: int, length: int, times: int) -> int:
-    """Return the number of units that call the same module or each another one, at each place in a unit.
+    """Return the number of units that call corresponding modules: at each place, the same module or a new module.
 
-    The names of the modules at a place, and of the tensors of other modules that they use, differ in numbers only: an
-    encoder and its decoder may be equal. In all units or in none, a module at a place was called before the
-    first unit, and a module is called at two places. Modules that were called before are called again in the order of
-    their first calls, or in the reverse order.
+    A place is a position inside a unit. The names of the modules at a place may differ only in numbers. So may the
+    names of tensors of other modules that they use. For each place, all units agree on two more properties: whether
+    the module was called before the first unit, and whether another place of the unit calls the same module. Modules
+    that were called before are called again in the order of their first calls, or in the reverse order.
     """
     units = [siblings.names(start + unit * length, length) for unit in range(times)]
     first = units[0]
-    begin = min(siblings.subtrees[start])  # a frame has a later number than its contents
+    begin = min(siblings.subtrees[start])  # a frame has a larger id than its contents
     graph = siblings.graph
     before = [graph.rank(names[0])[0] < begin for names in first]
     places = [first.index(names) for names in first]
@@ -138,9 +138,9 @@ def _without_numbers(names: Iterable[str]) -> set[str]:
 
 
 def _move(graph: MutableGraph, name: str, after: str, is_late: bool) -> int | None:
-    """Return the step from a module or tensor to the one of the next unit: 1, -1, or 0 for any other.
+    """Return the step between the modules or tensors of two consecutive units: 1, -1, or 0 for any other step.
 
-    None if any step is fine, for modules that were not called before.
+    Return None for modules that were not called before, for which any step is allowed.
     """
     if name.startswith("="):
         numbers = [list(map(int, re.findall("[0-9]+", each))) for each in (name, after)]
@@ -153,9 +153,9 @@ def _move(graph: MutableGraph, name: str, after: str, is_late: bool) -> int | No
 
 
 def _equally_used(siblings: Siblings, start: int, length: int, times: int) -> int:
-    """Return the number of units before one whose results are used outside in another way.
+    """Return the number of units, from the first on, whose results are used in the same way outside of the run.
 
-    Only the last one may have additional uses.
+    Only the last of these units may have additional uses.
     """
     end = start + length * times
     uses = siblings.leaving(start, start, length, end)
@@ -167,7 +167,7 @@ def _equally_used(siblings: Siblings, start: int, length: int, times: int) -> in
         if others != uses:
             times = unit + 1
             break
-    targets = {key[2] for key in uses if isinstance(key[2], int)}  # others are in joined loops
+    targets = {key[2] for key in uses if isinstance(key[2], int)}  # other keys are places in joined loops
     inside = any(start <= siblings.place.get(target, (-1,))[0] < end for target in targets)
     if inside or not all(siblings.in_turn(target, list(uses), start, length, times) for target in targets):
         return 1
@@ -175,9 +175,9 @@ def _equally_used(siblings: Siblings, start: int, length: int, times: int) -> in
 
 
 def unit_offset(siblings: Siblings, start: int, end: int, length: int) -> int:
-    """Return the offset of the units in a stretch for which the fewest tensors pass from one unit to the next.
+    """Return the offset at which to divide a stretch into units, so that the fewest tensors pass between units.
 
-    An offset that loses a unit is not considered.
+    Offsets that would reduce the number of units are not considered.
     """
     spare = (end - start) % length
     if not spare:
@@ -193,14 +193,14 @@ def unit_offset(siblings: Siblings, start: int, end: int, length: int) -> int:
                 alive[last + 1 - start] -= 1
     for place in range(1, len(alive)):
         alive[place] += alive[place - 1]
-    # The first unit is left out: it takes tensors from outside instead.
+    # Leave out the start of the first unit: the first unit takes tensors from outside instead.
     cuts = [alive[offset + length : end - start : length] for offset in range(spare + 1)]
     means = [round(sum(each) / len(each), 6) if each else 0.0 for each in cuts]
     return means.index(min(means))
 
 
 def longest_stretch(free: list[bool]) -> range:
-    """Return the longest stretch of true values."""
+    """Return the positions of the longest stretch of True."""
     best = range(0)
     start = 0
     for place in range(len(free) + 1):
@@ -212,11 +212,11 @@ def longest_stretch(free: list[bool]) -> range:
 
 @dataclass(eq=False)
 class Loop:
-    """A stretch of equal parts of a call that cannot be folded on its own.
+    """A stretch of equal units of a call that may not be foldable on its own.
 
-    The units of a loop are its steps. Two loops with equal numbers of steps are joined if steps of one take tensors
-    from the steps of the other that have the same number: in a second call of a model, each layer takes its cache from
-    the first call of the same layer. Joined loops can only be folded together.
+    The units of a loop are called its steps. Two loops with equal numbers of steps are joined if each step of one takes
+    tensors from the step of the other with the same number. For example, in a second call of a model, each layer takes
+    its cache from the first call of the same layer. Joined loops can only be folded together.
     """
 
     siblings: Siblings
@@ -226,16 +226,16 @@ class Loop:
 
     @property
     def end(self) -> int:
-        """The position behind the last step."""
+        """The position after the last step."""
         return self.start + self.length * self.times
 
     @property
     def first(self) -> int:
-        """The first node."""
+        """The first node of the loop."""
         return self.siblings.parts[self.start]
 
     def nodes(self, *steps: int) -> Iterator[tuple[int, int, Key]]:
-        """Yield each node of the given steps, or of all steps, with its step and its place in it."""
+        """Yield each node of the given steps, or of all steps, with its step and its place inside the step."""
         for step in steps or range(self.times):
             for relative in range(self.length):
                 tree = self.siblings.subtrees[self.start + step * self.length + relative]
@@ -248,11 +248,13 @@ class Loop:
 
 
 def joined_loops(loops: Iterable[Loop], worth: Callable[[Loop, Run], bool]) -> Iterator[tuple[Loop, Run]]:
-    """Yield the loops to fold together, in the order of time, each one as it is after the earlier ones were folded.
+    """Yield the loops to fold together, in execution order, with their runs.
+
+    Fold each loop before taking the next one, since its run is computed after the earlier loops were folded.
 
     Args:
         loops: All loops of a graph.
-        worth: Return True if a loop is worth folding. One loop of several that are joined suffices.
+        worth: Returns True if a loop is worth folding. If one loop is, all loops joined with it are yielded.
     """
     links = _links(loops)
     alive = _disjoint({loop: None for pair in links for loop in pair})
@@ -275,7 +277,7 @@ def joined_loops(loops: Iterable[Loop], worth: Callable[[Loop, Run], bool]) -> I
 
 
 def _links(loops: Iterable[Loop]) -> list[tuple[Loop, Loop]]:
-    """Return the pairs of loops of which the second one takes tensors from the first one, in each of two steps."""
+    """Return the pairs of loops in which each of the first two steps of the second takes tensors from the first."""
     places: dict[int, list[tuple[Loop, int]]] = {}
     for loop in loops:
         for node, step, _ in loop.nodes(0, 1):
@@ -292,7 +294,7 @@ def _links(loops: Iterable[Loop]) -> list[tuple[Loop, Loop]]:
 
 
 def _disjoint(loops: Iterable[Loop]) -> list[Loop]:
-    """Return loops without common nodes; outer loops and those with the most parts are preferred."""
+    """Return loops that have no common nodes. Outer loops, then loops with more parts, are preferred."""
 
     def order(loop: Loop) -> tuple[int, int, int]:
         first = loop.siblings.graph.nodes[loop.first]

@@ -12,9 +12,9 @@ _COMPUTED = ("module", "op", "backward")
 
 
 def show_tensors(graph: Graph) -> Graph:
-    """Insert a tensor node between a function, or a closed module call, and the users of its outputs.
+    """Insert a tensor node between each function or closed module call and the users of its outputs.
 
-    Outputs of one function that have the same shape and dtype share a node.
+    Outputs of one function with the same shape and dtype share a node.
 
     Args:
         graph: A recorded graph, or a view of one.

@@ -1,4 +1,4 @@
-"""A view with the parts of a model that a step did not use."""
+"""A view with the modules and parameters that a step did not use."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from lightning_recorder.internals.module_tree import class_name
 __all__ = ["NEVER_CALLED", "show_unused"]
 
 NEVER_CALLED = "never called"
-"""The note of a module without a call."""
+"""The note of a module that was not called."""
 
 
 def show_unused(graph: Graph) -> Graph:
-    """Add a node for each module that was never called and each parameter that was not used, beside the others.
+    """Add a node for each module that was never called and each parameter that got no gradient.
 
-    The nodes have no edges; their ``note`` is ``never called``, ``no gradient`` or ``frozen``. Apply this view last,
-    since other views remove nodes without edges. A styler with ``color_by="note"`` colors them, the frozen parts and
-    the functions that stop a gradient.
+    The new nodes have no edges. Their ``note`` is ``never called`` or ``no gradient``. Frozen modules in the graph get
+    the note ``frozen``. Apply this view last, since other views remove nodes without edges. A styler with
+    ``color_by="note"`` colors these nodes, frozen modules, and functions that stop a gradient.
 
     Args:
         graph: A recorded graph, or a view of one.
@@ -38,7 +38,7 @@ def show_unused(graph: Graph) -> Graph:
     notes = {**dict.fromkeys(unused.frozen, "frozen"), **dict.fromkeys(unused.parameters, "no gradient")}
     left_out = tuple(f"{name}." for name in unused.modules)
     missing = [("module", name, NEVER_CALLED) for name in unused.modules if name not in there]
-    # The parameters of a module that is drawn as never called are inside it.
+    # A module that was never called represents its parameters, too.
     drawn = [node for node in graph.nodes if node.kind == "parameter"]
     if drawn:
         missing += [
@@ -54,10 +54,10 @@ def show_unused(graph: Graph) -> Graph:
         parts = name.split(".")[:-1]
         while parts and around is graph.root:
             call = calls.get(".".join(parts))
-            # A closed call has no place inside it.
+            # No node can be added inside a closed call.
             around = call if call is not None and graph.children(call) else graph.root
             parts.pop()
-        # The class is known while the module lives.
+        # The class is unknown if the module was freed.
         reference = graph.modules.get(name) if kind == "module" else None
         module = None if reference is None else reference()
         type_name = "" if module is None else class_name(type(module))

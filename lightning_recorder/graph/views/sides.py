@@ -1,4 +1,4 @@
-"""The two sides of a U-Net."""
+"""Division of a U-Net into its two sides, the encoder and the decoder."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from lightning_recorder.graph.views.forms import TENSORS
 __all__ = ["longest", "sides"]
 
 _CONTAINERS = ("", "Sequential")
-_FEWEST = 2  # skip connections between the sides; one more if they have the same shape
+_FEWEST = 2  # minimum number of skip connections between the sides; one more if some have the same shape
 
 
 def sides(graph: Graph) -> tuple[dict[int, int], list[Edge]] | None:
-    """Return the side of each drawn node, 0 or 1, and the edges from one side to the other; None if it is no U-Net.
+    """Return the side of each drawn node, 0 or 1, and the edges between the sides; None if the graph is no U-Net.
 
-    The tensors that one side passes to the other are computed one from the other, and used in the opposite order, by
-    calls of one kind. The last edge leads from the end of the first side to the beginning of the second. A tensor that
-    several nodes of the second side take, such as the embedding of a time step, is not among the edges; if one of them
-    is of that kind, as in a U-Net++, the graph has no sides. Nor is a parameter or buffer that both sides use among
-    them. A repeated block, or one of several calls of a class, is on one side.
+    The edges are the skip connections, followed by the edge from the end of the first side to the beginning of the
+    second. Each skip connection is computed from the previous one. They are used in the opposite order, by functions or
+    modules of one kind. A tensor that several nodes of the second side use, such as the embedding of a time step, is
+    not a skip connection. If one of these nodes is of the same kind, as in a U-Net++, the graph has no sides. A
+    parameter or buffer that both sides use is not a skip connection either. A repeated block is on one side as a whole.
+    So is a block whose class has several calls.
 
     Args:
         graph: A view.
@@ -42,7 +43,7 @@ def sides(graph: Graph) -> tuple[dict[int, int], list[Edge]] | None:
     found: dict[tuple[int, int, int], tuple[int, list[Edge]]] = {}
     across: dict[int, list[Edge]] = {}
     for cut in range(1, len(nodes)):
-        # From one cut to the next, only the edges of the node between them change.
+        # Only the edges of the node between two consecutive cuts change.
         for edge in ends[cut - 1]:
             across[edge.source].remove(edge)
             if not across[edge.source]:
@@ -53,7 +54,7 @@ def sides(graph: Graph) -> tuple[dict[int, int], list[Edge]] | None:
         ordered = sorted(across.items(), key=lambda each: place[each[0]])
         single = [users[0] for source, users in ordered if len(users) == 1 and graph[source].kind not in TENSORS]
         kinds = [_kind(edge, graph) for edge in single]
-        # Others, such as a target of the loss, are no skip connections.
+        # Edges into nodes of other kinds are no skip connections. One may lead to the loss, for example.
         common = max(kinds[:-1], key=kinds.count, default="")
         edges = [edge for edge, kind in zip(single, kinds, strict=True) if kind == common or edge is single[-1]]
         both = around[cut - 1].keys() & around[cut].keys()
@@ -69,14 +70,14 @@ def sides(graph: Graph) -> tuple[dict[int, int], list[Edge]] | None:
 
 
 def _kind(edge: Edge, graph: Graph) -> str:
-    """Return the kind of function or module that uses a tensor."""
+    """Return the name of the function, or the class of the module, that uses the tensor of an edge."""
     user = graph[edge.target]
     user = graph[user.parent or graph.root.id] if user.kind == "port" else user
     return user.name if user.kind == "op" else user.type_name
 
 
 def _nested(edges: Sequence[Edge], place: Mapping[int, int]) -> bool:
-    """Return True if edges, in the order of their sources, connect the sides of a U-Net."""
+    """Return True if the edges, sorted by source, are nested and numerous enough for the sides of a U-Net."""
     skips = edges[:-1]
     shapes = {edge.tensor and edge.tensor.shape for edge in skips}
     ordered = all(place[one.target] > place[other.target] for one, other in pairwise(edges))
@@ -84,7 +85,7 @@ def _nested(edges: Sequence[Edge], place: Mapping[int, int]) -> bool:
 
 
 def _alike(graph: Graph) -> set[int]:
-    """Return the calls whose class has another call that is neither around them nor inside them."""
+    """Return the calls whose class has another call elsewhere, neither around nor inside them."""
     calls = Counter(call.type_name for call in graph.module_calls())
     line: Counter[int] = Counter()
     for call in graph.module_calls():
@@ -96,7 +97,7 @@ def _alike(graph: Graph) -> set[int]:
 
 
 def _reachable(nodes: Sequence[Node], starts: Sequence[Sequence[Edge]], place: Mapping[int, int]) -> list[int]:
-    """Return the places of the nodes that depend on each node, as the bits of a number."""
+    """Return for each node a bit mask of the positions of the nodes that depend on it."""
     behind = [0] * len(nodes)
     for number in reversed(range(len(nodes))):
         behind[number] = 1 << number
@@ -106,7 +107,7 @@ def _reachable(nodes: Sequence[Node], starts: Sequence[Sequence[Edge]], place: M
 
 
 def _in_turn(edges: Sequence[Edge], behind: Sequence[int], place: Mapping[int, int]) -> bool:
-    """Return True if each source depends on the one before, and each target is used for the one before."""
+    """Return True if, for consecutive edges, the sources depend on each other in order and the targets in reverse."""
     return all(
         behind[place[one.source]] >> place[other.source] & behind[place[other.target]] >> place[one.target] & 1
         for one, other in pairwise(edges)
@@ -114,7 +115,7 @@ def _in_turn(edges: Sequence[Edge], behind: Sequence[int], place: Mapping[int, i
 
 
 def longest(graph: Graph, side: Mapping[int, int]) -> int:
-    """Return the number of nodes on the longest path inside one of the sides."""
+    """Return the number of nodes on the longest path that stays inside one side."""
     length = dict.fromkeys(side, 1)
     for node in graph.nodes:
         for edge in graph.into(node):

@@ -1,4 +1,4 @@
-"""Comparison of consecutive parts of a graph by the way they are connected."""
+"""Comparison of the edges of consecutive parts of a graph."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightning_recorder.graph.model import Edge, Graph, Node
 
 __all__ = ["FARTHEST", "MutableGraph", "Port", "Siblings", "merge_deep_ports", "merge_ports"]
 
-FARTHEST = 4  # the largest number of repetitions between those that compute and use a tensor
+FARTHEST = 4  # the largest number of repetitions from the computation of a tensor to its use
 
 Key = tuple[Any, ...]
 Port = list[tuple[Key, int]]
-"""The sources of a node in their order, relative to the unit around it, and the number of tensors from each."""
+"""The sources of a node in order, relative to the unit of the node, with the number of tensors from each source."""
 
 
 class MutableGraph:
@@ -31,7 +31,7 @@ class MutableGraph:
         self.into: dict[int, list[Edge]] = {}
         self.users: dict[int, dict[Key, Edge]] = {}
         self.members: dict[tuple[int, int], tuple[str, ...]] = {}
-        """The modules that a folded call stands for, in the order of time, if they differ; see :meth:`names`."""
+        """The names that a folded node represents, in execution order, if they differ; see :meth:`names`."""
         self._ranks: dict[str, tuple[int, int]] = {}
         for node in graph.nodes[1:]:
             if node.parent is not None:
@@ -41,7 +41,7 @@ class MutableGraph:
             self.users.setdefault(edge.source, {})[edge.target, edge.across] = edge
 
     def subtree(self, node_id: int) -> list[int]:
-        """Return a node and all nodes inside it; calls precede their contents."""
+        """Return a node and all nodes inside it. Calls precede their contents."""
         found, todo = [], [node_id]
         while todo:
             found.append(todo.pop())
@@ -49,9 +49,9 @@ class MutableGraph:
         return found
 
     def names(self, node_id: int) -> list[tuple[str, ...]]:
-        """Return the modules that a node stands for, and for each of the tensors of others that it uses the same.
+        """Return the names of the modules that a node represents, followed by the names of its tied tensors.
 
-        The names of tensors begin with ``=``.
+        Each entry has several names if the node is folded. The names of tensors begin with ``=``.
         """
         node = self.nodes[node_id]
         known = [node.name] if node.kind == "module" and node.name else []
@@ -59,9 +59,9 @@ class MutableGraph:
         return [self.members.get((node_id, place), (name,)) for place, name in enumerate(known)]
 
     def rank(self, name: str) -> tuple[int, int]:
-        """Return the first node that stands for a module, and the number of modules of its kind that are called before.
+        """Return the first node that represents a name, and the number of earlier names of the same kind.
 
-        Modules are of one kind if their names differ in numbers only.
+        Names are of the same kind if they differ only in numbers.
         """
         if not self._ranks:
             counts: Counter[str] = Counter()
@@ -74,7 +74,7 @@ class MutableGraph:
         return self._ranks[name]
 
     def connect(self, target: int, edges: list[Edge]) -> None:
-        """Replace all edges into a node."""
+        """Replace all incoming edges of a node."""
         for edge in self.into.pop(target, ()):
             self.users[edge.source].pop((target, edge.across), None)
         if edges:
@@ -83,22 +83,23 @@ class MutableGraph:
             self.users.setdefault(edge.source, {})[target, edge.across] = edge
 
     def remove(self, node_id: int) -> None:
-        """Remove a node with the edges into it."""
+        """Remove a node and its incoming edges."""
         self.connect(node_id, [])
         del self.nodes[node_id]
         self.children.pop(node_id, None)
 
 
 class Siblings:
-    """The parts of one call in the order of time, and the edges between them and to the rest of the graph.
+    """The parts of one call in execution order, and the edges between them and to the rest of the graph.
 
-    A place is the position of a part and an offset inside it. Corresponding nodes of equal parts have equal offsets. A
-    parameter or other tensor beside the parts has the place of its first use.
+    The parts are the module calls and functions directly inside the call. A unit is one or more consecutive parts. The
+    place of a node is a pair: the position of its part, and its offset inside the part. Corresponding nodes of equal
+    parts have equal offsets. A parameter or other tensor has the place of its first use.
 
     Args:
         graph: The graph.
-        parts: The parts: calls of modules and functions.
-        tensors: Parameters, buffers and other tensors directly inside the same call.
+        parts: The ids of the parts.
+        tensors: The ids of parameters, buffers and other tensors directly inside the same call.
     """
 
     def __init__(self, graph: MutableGraph, parts: list[int], tensors: list[int]) -> None:
@@ -108,13 +109,14 @@ class Siblings:
         self.place: dict[int, tuple[int, Any]] = {
             node: (position, offset) for position, tree in enumerate(self.subtrees) for offset, node in enumerate(tree)
         }
-        # Offsets of the nodes with edges from other parts, and of the nodes with edges to other parts.
+        # For each part: the offsets of nodes with edges from other parts, and of nodes with edges to other parts.
         self.targets = [self._offsets(tree, self._takes) for tree in self.subtrees]
         self.sources = [self._offsets(tree, self._gives) for tree in self.subtrees]
         self.spans: dict[int, tuple[int, int]] = {}
         for tensor in tensors:
             self._place_tensor(tensor)
-        # While joined loops are compared: the compared one, and the loop, step and place of each of their nodes.
+        # Set while joined loops are compared: the loop of these siblings, and for each node of the joined loops its
+        # loop, step and place.
         self.loop: Any = None
         self.joined: Mapping[int, tuple[Any, int, Key]] = {}
 
@@ -143,7 +145,7 @@ class Siblings:
         self.spans[tensor] = position, places[-1][0]
 
     def private(self, start: int, length: int) -> dict[int, Any]:
-        """Return the tensors that only the unit at a position uses, with their offsets from it."""
+        """Return the tensors that only the unit at ``start`` uses, with their places relative to the unit."""
         return {
             tensor: (self.place[tensor][0] - start, self.place[tensor][1])
             for tensor in self.spans
@@ -151,12 +153,12 @@ class Siblings:
         }
 
     def _within(self, node: int, start: int, length: int) -> bool:
-        """Return True if a node, or all uses of a tensor, are in the unit at a position."""
+        """Return True if a node is in the unit at ``start``. For a tensor, all of its uses must be in the unit."""
         first, last = self.spans.get(node) or (self.place[node][0],) * 2
         return start <= first and last < start + length
 
     def ports(self, unit: int, first: int, length: int) -> dict[Key, Port]:
-        """Return the sources of the nodes of a unit that take tensors from outside of their part.
+        """Return the sources of each node in a unit that takes tensors from outside of its part.
 
         Args:
             unit: The position of the unit.
@@ -175,13 +177,13 @@ class Siblings:
         found: Port = []
         for edge in self.graph.into.get(node, ()):
             spot = self._spot(edge, unit, first, length)
-            # Of a list that is split outside, each unit takes another part.
+            # Ignore the output indices of a source outside: each unit may take a different output of a split list.
             relation = self.across(edge, unit, length) if spot[0] == "out" else self.relation(edge, unit, length)
             found.append(((spot, relation), edge.multiplicity))
         return found
 
     def _spot(self, edge: Edge, unit: int, first: int, length: int) -> Key:
-        """Return the place of a source: in the unit, in the one before it, or the node itself if it is outside."""
+        """Return the place of an edge's source in this or an earlier unit, or the node if the source is outside."""
         source = edge.source
         if self.joined and (joined := self.in_step(source, (unit - first) // length, earlier=True)):
             return joined
@@ -191,19 +193,19 @@ class Siblings:
         if self._within(source, unit, length):
             label = tensor_label(self.graph.nodes[source]) if source in self.spans else None
             return "unit", position - unit, offset, label
-        # An outer repetition passes this tensor on, so the source is not computed before.
+        # An edge with ``next`` comes from an earlier outer repetition, so its source is not in an earlier unit.
         if source in self.spans or not first <= position < unit or edge.relates("next"):
             return "out", source
         back = (unit - position + length - 1) // length
         return ("before", position - unit + back * length, offset, back) if back <= FARTHEST else ("earlier", source)
 
     def in_step(self, node: int, step: int, *, earlier: bool = False) -> Key | None:
-        """Return the place of a node in a step of a loop that is joined with the compared one; see :class:`Loop`.
+        """Return the place of a node in a step of a loop that is joined with the compared loop; see :class:`Loop`.
 
         Args:
             node: The node.
             step: The number of the step.
-            earlier: Search the loops before the compared one, otherwise those behind it.
+            earlier: Search the loops before the compared loop; otherwise the loops after it.
         """
         loop, number, place = self.joined.get(node, (None, 0, ()))
         if loop is None or loop is self.loop or number != step or loop.times != self.loop.times:
@@ -211,11 +213,11 @@ class Siblings:
         return ("each", loop, place) if (loop.first < self.loop.first) == earlier else None
 
     def across(self, edge: Edge, unit: int, length: int) -> Key:
-        """Return the relations of an edge to folded nodes, which are relative if they are inside the unit."""
+        """Return the relations of an edge to folded nodes. Nodes inside the unit are given by relative places."""
         return tuple([(self._group(group, unit, length), word) for group, word in edge.across]) if edge.across else ()
 
     def relation(self, edge: Edge, unit: int, length: int) -> Key:
-        """Return the relations of an edge to folded nodes, and its outputs of the source."""
+        """Return the relations of an edge to folded nodes, and its output indices."""
         across = self.across(edge, unit, length)
         return (*across, ("outputs", edge.outputs)) if edge.outputs else across
 
@@ -224,9 +226,9 @@ class Siblings:
         return ("unit", position - unit, offset) if unit <= position < unit + length else ("out", group)
 
     def leaving(self, unit: int, first: int, length: int, end: int) -> dict[Key, int]:
-        """Return the edges from a unit to nodes outside of all units.
+        """Return the edges from a unit to nodes outside of all units, with their multiplicities.
 
-        Edges of an outer repetition to nodes in other units count as well.
+        Edges to the next repetition of an outer call count as well, even if they lead to nodes in other units.
         """
         found: dict[Key, int] = {}
         for relative in range(length):
@@ -240,7 +242,7 @@ class Siblings:
         return found
 
     def joined_users(self, first: int, length: int, times: int) -> Iterator[int]:
-        """Yield the nodes in joined loops that take tensors from the same step of the units."""
+        """Yield the nodes in joined loops that take tensors from the unit with the number of their step."""
         for position in range(first, first + length * times) if self.joined else ():
             for offset in self.sources[position]:
                 for edge in self.graph.users.get(self.subtrees[position][offset], {}).values():
@@ -254,7 +256,7 @@ class Siblings:
         return unit <= position < unit + length or (first <= position < end and not edge.relates("next"))
 
     def in_turn(self, target: int, keys: list[Key], first: int, length: int, times: int) -> bool:
-        """Return True if a node takes the tensors of all units one unit after the other, without others between."""
+        """Return True if the inputs of a node are the tensors of all units in order, without other tensors between."""
         wanted = [(relative, offset, relation) for relative, offset, goal, relation in keys if goal == target]
         places: list[int] = []
         seen: list[list[Key]] = [[] for _ in range(times)]
@@ -272,36 +274,36 @@ class Siblings:
         return places[-1] - places[0] + 1 == len(places) and all(each == seen[0] for each in seen)
 
     def names(self, unit: int, length: int) -> list[tuple[str, ...]]:
-        """Return the names of the modules and tied tensors in a unit, which equal units have in the same places."""
+        """Return the names of the modules and tied tensors in a unit. Equal units have corresponding names in order."""
         inside = (node for tree in self.subtrees[unit : unit + length] for node in tree)
         return [names for node in inside for names in self.graph.names(node)]
 
 
 def tensor_label(node: Node) -> Key:
-    """Return the properties of a parameter or another tensor that must match for two units to be equal."""
+    """Return the properties of a parameter or other tensor that must be equal in equal units."""
     name = "#" if node.name.rpartition(".")[2].isdigit() else node.name.rpartition(".")[2]
     return node.kind, name, node.outputs
 
 
 Words = tuple[Literal["first", "next"], ...]
 Merged = list[tuple[Words, Key, int]]
-"""The relation to the repetition, the source and the number of tensors of each edge into a node."""
+"""The incoming edges of a node: the relation to the repetition, the source and the number of tensors."""
 
 
 def merge_ports(first: Port, later: Port, *, exact: bool, from_zero: bool = False) -> Merged | None:
-    """Combine the sources of a node in the first repetition with those in the later ones.
+    """Combine the sources of a node in the first repetition with its sources in later repetitions.
 
     Args:
         first: The sources in the first repetition.
         later: The sources in each later repetition.
         exact: Require the same number of tensors in all repetitions.
-        from_zero: The first repetition may take nothing in place of the tensor of the repetition before: the number 0
-            that is added instead is no tensor.
+        from_zero: Allow the first repetition to take no tensor where later ones take a tensor of the repetition before.
+            It may add the number 0 instead.
 
     Returns:
-        The edges. Those without relation and those of the first repetition are in the order of ``first``, the others in
-        the order of ``later``. ``None`` if the order differs, or if a source that differs is not in the repetition
-        before.
+        The edges. Edges without relation and edges of the first repetition are in the order of ``first``. Edges from
+        the repetition before are in the order of ``later``. ``None`` if the common sources are in a different order, or
+        if another source of later repetitions is not in the repetition before.
     """
     at_first, at_later = dict(first), dict(later)
     common = {key: min(number, at_later[key]) for key, number in first if key in at_later}
@@ -316,8 +318,8 @@ def merge_ports(first: Port, later: Port, *, exact: bool, from_zero: bool = Fals
         return [((), key, common[key]) if key in common else (("next",), key, number) for key, number in later]
     if bool(numbers[0]) != bool(numbers[1]) or (exact and numbers[0] != numbers[1]):
         return None
-    # The tensors that differ are in the same place among the arguments: a subtraction is not equal to its reverse. The
-    # place of further tensors from a common source is unknown.
+    # The tensors that differ must be at the same positions among the arguments, since a subtraction is not equal to its
+    # reverse. The positions of additional tensors from a common source are unknown.
     gaps = zip(_between(first, common), _between(later, common), strict=True)
     extra = any(at_first[key] > number for key, number in common.items())
     if not all(one <= other if extra else one == other if exact else bool(one) == bool(other) for one, other in gaps):
@@ -337,14 +339,14 @@ def merge_ports(first: Port, later: Port, *, exact: bool, from_zero: bool = Fals
 
 
 def merge_deep_ports(ports: list[Port]) -> Merged | None:
-    """Combine the sources of a node if it uses tensors of more than one repetition before, such as a second-order scan.
+    """Combine the sources of a node that uses tensors of several earlier repetitions, as a second-order scan does.
 
     Args:
-        ports: The sources in each of the first repetitions; those in the last one are equal to those in all later ones.
+        ports: The sources in each of the first repetitions. The last entry also holds for all later repetitions.
 
     Returns:
-        The edges, or ``None`` if the sources in the same place do not correspond. The relation ``first, next`` is that
-        of the second repetition, and ``next, next`` skips a repetition.
+        The edges, or ``None`` if the sources at the same position do not correspond. The relation ``first, next`` means
+        the second repetition, and ``next, next`` skips a repetition.
     """
     slots = [[key for key, number in port for _ in range(number)] for port in ports]
     if len({len(each) for each in slots}) > 1:
@@ -362,7 +364,7 @@ def merge_deep_ports(ports: list[Port]) -> Merged | None:
             merged[("first", *_onward(step)), key] += 1
         merged[_onward(back), steady] += 1
     found = [(words, key, number) for (words, key), number in merged.items()]
-    # Edges with equal ends are one edge, which has one place among the arguments.
+    # Edges with equal ends become one edge with one position among the arguments. Check that the order is still right.
     return found if all(_at(found, step) == port for step, port in enumerate(ports)) else None
 
 
@@ -371,7 +373,7 @@ def _onward(steps: int) -> Words:
 
 
 def _at(merged: Merged, step: int) -> Port:
-    """Return the sources in one repetition."""
+    """Return the sources of the node in one repetition."""
     return [
         (key, number)
         for words, key, number in merged
@@ -380,7 +382,7 @@ def _at(merged: Merged, step: int) -> Port:
 
 
 def _between(port: Port, common: dict[Key, int]) -> list[int]:
-    """Return the number of tensors before the first, between, and after the last of the common sources."""
+    """Return the number of other tensors before the first common source, between the common sources, and after them."""
     numbers = [0]
     for key, number in port:
         if key in common:
