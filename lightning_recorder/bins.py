@@ -1,4 +1,4 @@
-"""The bins of all histograms, defined by the float32 format. This file imports no other library."""
+"""The bins of all histograms, defined by the float32 format, without importing any library."""
 
 from __future__ import annotations
 

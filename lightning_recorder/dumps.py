@@ -337,7 +337,7 @@ def read_dump(path: str | Path) -> Dump:
 
     Raises:
         DumpError: If the file is damaged or was not written by lightning_recorder.
-        FileNotFoundError: If the file does not exist. The message names the first missing folder of the path.
+        FileNotFoundError: If the file does not exist. The message names the first missing folder or file.
     """
     path = Path(path)
     if path.is_dir():

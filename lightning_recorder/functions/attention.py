@@ -196,7 +196,7 @@ class _Places(NamedTuple):
     each_query: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the chosen samples and queries of a tensor, ``[samples, heads, queries, …]``, or 1 where it has 1."""
+        """Return the chosen part of a tensor, ``[samples, heads, queries, …]``. Dimensions of size 1 are kept."""
         found = tensor[:: self.each_sample] if tensor.shape[0] > 1 else tensor
         return found[..., self.first :: self.each_query, :] if tensor.shape[-2] > 1 else found
 

@@ -230,8 +230,8 @@ def padding_of(tokens: Tensor, padding: int) -> Tensor:
 
     Args:
         tokens: The tokens, ``[samples, positions]``.
-        padding: The padding token. Inside a sequence, this token is not padding. Nor is it if every sequence begins
-            with exactly one.
+        padding: The padding token. Inside a sequence, this token is not padding. If every sequence begins with exactly
+            one, it is a start token.
 
     Example:
         >>> import torch

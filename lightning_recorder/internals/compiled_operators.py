@@ -83,7 +83,7 @@ def _receive(token: Tensor, value: Tensor, path: str) -> None:
 
 
 def _ignore(token: Tensor, value: Tensor, path: str) -> None:
-    """The meta function of the operators without a result."""
+    """The meta implementation of the operators that return nothing."""
 
 
 class _Probe(torch.autograd.Function):

@@ -264,7 +264,7 @@ def package_of(kind: type) -> str:
 
 
 def class_attribute(kind: type, name: str, default: Any = None) -> Any:
-    """Return an attribute as a class or its first base stores it, such as a function or a property."""
+    """Return an attribute as stored in the first class of the MRO that has it, such as a function or a property."""
     for each in bases_of(kind):
         stored = _DICT(each)
         if name in stored:

@@ -135,7 +135,7 @@ def _read_python(generator: Any) -> None:
 
 
 def _python_memory(generator: random.Random) -> Any:
-    """Return the memory of a generator of Python as an array of bytes, valid as long as the generator."""
+    """Return the memory of a Python generator as an array of bytes, valid as long as the generator exists."""
     header = object.__basicsize__
     return (ctypes.c_char * (_random.Random.__basicsize__ - header)).from_address(id(generator) + header)
 

@@ -20,7 +20,7 @@ __all__ = ["ExponentHistogram", "quantiles_of"]
 
 _HALF = BINS // 2
 
-# Both edges of all finite bins in ascending order. The two bins next to zero are treated as zero.
+# The lower and upper edges of all finite bins, in ascending order. The two bins next to zero are treated as zero.
 _LOW: NDArray[np.float64] = np.concatenate((-MAGNITUDES[:0:-1], MAGNITUDES[:-1]))
 _HIGH: NDArray[np.float64] = np.concatenate((-MAGNITUDES[-2::-1], MAGNITUDES[1:]))
 _LOW[FINITE_BINS - 1] = _HIGH[FINITE_BINS] = 0.0

@@ -79,9 +79,9 @@ class _Peaks(NamedTuple):
     """The largest magnitudes of a tensor and of its channels."""
 
     tensor: Tensor
-    """0-d."""
+    """The largest magnitude of the whole tensor, 0-d."""
     channels: Tensor
-    """``[rows of the chunk, 1]`` for a weight, ``[1, columns]`` for an activation."""
+    """The largest magnitude of each channel: ``[rows of the chunk, 1]`` of a weight, ``[1, columns]`` of others."""
 
 
 def why_not_measured(tensor: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Recorders of evaluations. One records all batches and makes one record per data loader, the other samples batches."""
+"""Recorders of evaluations: one records all batches, with one record per data loader, the other only first batches."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _ALIGNMENT = 8  # bytes
 
 
 class _Kind(NamedTuple):
-    """The sites with the same reduction."""
+    """The states of all sites with the same reduction."""
 
     bank: int
     described: str
@@ -79,7 +79,7 @@ class Contribution:
                     found._add(_kind(bank, group, copies))
             skipped = enumerate(snapshot.left_out)
             found.left_out = frozenset((bank, site) for bank, sites in skipped for site in sites)
-        except Exception as error:  # noqa: BLE001 - the other ranks must not wait; the caller reports it
+        except Exception as error:  # noqa: BLE001 - the caller reports the error; other ranks must not wait
             return cls(absent=(rank,), error=error)
         return found
 

@@ -173,7 +173,7 @@ class BaseStatisticsRecorder(ABC):
 
 
 class StatisticsRecorder(BaseStatisticsRecorder):
-    """Taps with :class:`~lightning_recorder.reductions.Statistics` for each site, usable as a context manager.
+    """Record :class:`~lightning_recorder.reductions.Statistics` of the tensors of taps; usable as a context manager.
 
     Leaving the context removes the hooks and keeps the recorded statistics. Entering it again continues the recording.
 

@@ -114,7 +114,7 @@ class Snapshot:
         return statistics_of([self])[0]
 
     def completed(self, table: Table) -> Table:
-        """Return a table of the default statistics with the statistics across ranks and those of extra reductions."""
+        """Add the statistics across ranks and of extra reductions to a table of the default statistics."""
         if self.rank_means:
             # Class indices have no meaningful mean.
             known = self.rank_means

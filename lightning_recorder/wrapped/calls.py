@@ -241,7 +241,7 @@ class CallWatch:
 
 
 class _CallHook(ModuleHook):
-    """A hook of a watch on one module."""
+    """A hook of a :class:`CallWatch` on one module."""
 
     def __init__(self, watch: CallWatch, name: str, see: Callable[..., Any]) -> None:
         self._watch = watch
@@ -254,7 +254,7 @@ class _CallHook(ModuleHook):
 
 
 class _ScriptHook(ModuleHook):
-    """A global hook of a watch, for the TorchScript modules of the net."""
+    """A global hook of a :class:`CallWatch`, for the TorchScript modules of the net."""
 
     def __init__(self, watch: CallWatch, names: Mapping[int, str], see: Callable[..., Any]) -> None:
         self._watch = watch
@@ -293,7 +293,7 @@ class SavedOutput:
 
 
 class OutputRecorder(CallWatch):
-    """A watch of one recorded forward pass."""
+    """Observe the module calls of one forward pass, and record and postprocess outputs."""
 
     def __init__(
         self,

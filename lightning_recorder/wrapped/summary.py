@@ -362,7 +362,7 @@ def _millions(number: int) -> str:
 
 @dataclass
 class _Seen:
-    """Observations of one call."""
+    """The observed properties of one call."""
 
     caller: Call | None
     input_shapes: tuple[Shape, ...]
@@ -376,7 +376,7 @@ class _Seen:
 
 
 class SummaryWatch(CallWatch):
-    """A watch of the labeling run."""
+    """Observe the module calls of the labeling run."""
 
     def __init__(self, modules: Mapping[str, nn.Module], snapshot: ModuleState) -> None:
         super().__init__(modules)

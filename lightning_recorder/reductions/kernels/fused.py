@@ -302,8 +302,8 @@ class _Scratch(threading.local):
         self._address = 0
 
     def of(self, size: int) -> tuple[NDArray[np.float64], int]:
-        """Return an array of at least this size, and its address."""
-        if len(self._array) < size:  # the operating system provides only memory that is written
+        """Return an array of at least the given size, and its address."""
+        if len(self._array) < size:  # memory that is never written is not allocated by the system
             self._array = np.empty(size)
             self._address = self._array.ctypes.data
         return self._array, self._address

@@ -1,4 +1,4 @@
-"""The comparison of a kernel with torch. A kernel with wrong results is not used."""
+"""The comparison of a kernel with torch, which rejects kernels with wrong results."""
 
 from __future__ import annotations
 
