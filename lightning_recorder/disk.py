@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 RESERVE_BYTES = 2**28
-"""The number of bytes that this package leaves free on each disk; overridden by the environment variable below."""
+"""The number of bytes that this package leaves free on each disk. The environment variable below overrides it."""
 
 UNKNOWN_BYTES = 2**20
 """The assumed size in bytes of a write whose size is not known in advance."""
@@ -62,7 +62,7 @@ def fits(path: str | Path, nbytes: int = UNKNOWN_BYTES) -> bool:
 
 
 def has_room(path: str | Path, nbytes: int = UNKNOWN_BYTES) -> bool:
-    """Return True if the reserve remains free after a write; otherwise warn, once per disk and run."""
+    """Return True if the reserve remains free after a write. Otherwise, warn once per disk and run."""
     if fits(path, nbytes):
         return True
     folder = _existing(path)
@@ -81,7 +81,7 @@ _raises: ContextVar[bool] = ContextVar("raises", default=False)
 
 @contextmanager
 def raise_errors(strict: bool) -> Iterator[None]:
-    """Let :func:`attempt` raise errors in this block, in all sinks and files of a recorder with ``strict``."""
+    """Let :func:`attempt` raise errors inside this block, which surrounds all writes of a recorder with ``strict``."""
     token = _raises.set(strict)
     try:
         yield
@@ -92,15 +92,15 @@ def raise_errors(strict: bool) -> Iterator[None]:
 def attempt(path: str | Path, nbytes: int, write: Callable[[], object], *, strict: bool = False) -> bool:
     """Write if the disk has room, and return True if the write succeeded.
 
-    A write that the operating system refuses is skipped, too: the disk may be full after all, a network file system may
-    be away for a while, or the folder may be read-only. The caller tries again with its next write. There is a single
-    warning per disk and run.
+    A failed write is skipped, too: the disk may be full after all, a network file system may be temporarily
+    unavailable, or the folder may be read-only. The caller tries again with its next write. There is a single warning
+    per disk and run.
 
-    ``write`` must not leave partial output when it raises. With ``strict``, or after :func:`raise_errors`, all errors
-    but that of a full disk are raised.
+    ``write`` must not leave partial output when it raises. With ``strict``, or inside :func:`raise_errors`, all errors
+    except that of a full disk are raised.
 
     Raises:
-        OSError: If ``strict``, or if the error has no ``errno``, so that it does not come from the operating system.
+        OSError: If ``strict``, or if the error has no ``errno`` and thus does not come from the operating system.
     """
     if not has_room(path, nbytes):
         return False
@@ -130,19 +130,19 @@ def warn_of_error(path: str | Path, error: OSError) -> None:
 
 
 def append(path: Path, data: bytes, *, is_line: bool = False) -> int:
-    """Append bytes to a file, all or nothing, and return the number of bytes by which it has grown.
+    """Append bytes to a file, all or nothing. Return the number of bytes by which the file has grown.
 
-    The file and its folder are created if necessary. With ``is_line``, a line that a killed run left unfinished is
-    terminated first.
+    The file and its folder are created if necessary. With ``is_line``, an incomplete last line, which a killed run may
+    leave, is terminated first.
 
     Raises:
         OSError: If not all bytes could be written. The file is left unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Opened for each write, so that no descriptor is held across a fork, a copy of the callback or a move of the
+    # Open the file for each write, so that no descriptor is held across a fork, a copy of the callback or a move of the
     # folder.
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
-    with _APPEND_LOCK:  # recorders share files across threads, and a failed write is truncated to the previous end
+    with _APPEND_LOCK:  # several threads write to the same file, and a failed write is truncated
         descriptor = os.open(path, flags, 0o666)
         try:
             end = os.lseek(descriptor, 0, os.SEEK_END)
@@ -176,7 +176,7 @@ def _reserve_bytes() -> int:
 
 
 def _is_news(place: Path | str) -> bool:
-    """Return True if this is the first warning of the run about the disk of a folder, or about a setting."""
+    """Return True if the run has not warned about this setting, or about the disk of this folder, yet."""
     key: int | str = place if isinstance(place, str) else _device(place)
     with _LOCK:
         if key in _WARNED:
@@ -195,7 +195,7 @@ def _device(folder: Path) -> int | str:
 def _existing(path: str | Path) -> Path:
     """Return the nearest existing folder of a path."""
     place, below = str(path), ""
-    # This runs for each write, and a path object for each parent takes longer than all else here.
+    # Strings instead of path objects, which would take most of the time. This runs for each write.
     while place != below and not os.path.isdir(place):  # noqa: PTH112 - never raises
         place, below = os.path.dirname(place), place  # noqa: PTH120
     return Path(place if place != below else "")
@@ -206,7 +206,7 @@ def _free_bytes(folder: Path) -> int | None:
         usage = shutil.disk_usage(folder)
     except OSError:
         return None
-    return usage.free if usage.total else None  # a file system that does not know its size reports 0 of 0
+    return usage.free if usage.total else None  # some file systems do not know their size and report 0 of 0
 
 
 def readable_size(nbytes: int) -> str:

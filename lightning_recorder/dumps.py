@@ -1,4 +1,4 @@
-"""Dumps: tensors in files next to the checkpoints, keyed by name, safe to load, and listed in a manifest."""
+"""Dumps: safetensors files with named tensors, next to the checkpoints and listed in a manifest."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ _DTYPES = {
     "complex64": "C64",
 }
 _METADATA = "__metadata__"
-_MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
-_ALIGNMENT = 8  # of the first tensor in the file, so that the file can be memory-mapped
+_MOST_HEADER_BYTES = 100_000_000  # the limit in safetensors
+_ALIGNMENT = 8  # alignment of the first tensor in the file, so that the file can be memory-mapped
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write tensors to a temporary file, flush it to the disk and rename it.
+    """Write tensors to a temporary file, flush the file to the disk and rename it.
 
-    A run that is killed therefore leaves no incomplete file under the final name. The tensors are written one after
-    another: device tensors are copied to the host one at a time, and host tensors are not copied.
+    A killed run therefore leaves no incomplete file under the final name. The tensors are written one after another:
+    device tensors are copied to the host one at a time, and host tensors are not copied.
 
     Args:
         path: The file, in an existing folder.
@@ -71,7 +71,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         OSError: If the file cannot be written. An existing file is left unchanged.
 
     Note:
-        The format is written here because ``safetensors`` can only write tensors after copying them all.
+        This function writes the format itself, because ``safetensors`` copies all tensors before it writes them.
     """
     for name, tensor in tensors.items():
         if not can_hold(tensor.dtype):
@@ -94,7 +94,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def can_hold(dtype: torch.dtype) -> bool:
-    """Return True if tensors of that dtype can be written."""
+    """Return True if tensors of the dtype can be written."""
     return _name_of(dtype) in _DTYPES
 
 
@@ -172,7 +172,7 @@ def read_tensors(path: Path, expected: str) -> tuple[dict[str, Tensor], dict[str
 MANIFEST = "recorder-manifest.jsonl"
 
 ID = "id"
-"""The key of the unique identifier that a dump shares with its manifest line."""
+"""The key of a unique identifier, which is in the dump and in its manifest line."""
 
 _PLACES = (".", "checkpoints", "recorder/dumps", "dumps")
 """The folders that may contain manifests, relative to the ``log_dir`` of a run or to its folder ``recorder``."""
@@ -181,16 +181,16 @@ _OF_RANK = re.compile(r"recorder-manifest(-rank\d+)?\.jsonl")
 
 
 def append_line(directory: Path, line: dict[str, Any], rank: int = 0) -> None:
-    """Append a line atomically. Call this after the dump is complete, so that no line refers to a missing dump.
+    """Append a line to the manifest, atomically. Call this after the dump is complete, so that each line has its dump.
 
-    Each rank has its own manifest, because file systems that are shared between machines do not append atomically.
+    Each rank has its own manifest, because network file systems do not append atomically.
     """
     name = MANIFEST if rank == 0 else f"recorder-manifest-rank{rank}.jsonl"
     append(directory / name, json.dumps(line).encode() + b"\n", is_line=True)
 
 
 def manifests(directory: Path) -> list[Path]:
-    """Return the manifests of a folder, starting with that of the first rank."""
+    """Return the manifests of a folder in rank order."""
     if not directory.is_dir():
         return []
     return sorted((path for path in directory.iterdir() if _OF_RANK.fullmatch(path.name)), key=_rank)
@@ -203,21 +203,21 @@ def _rank(path: Path) -> int:
 def read_manifest(path: str | Path) -> list[dict[str, Any]]:
     """Return the dumps that are listed in a folder and still exist, by rank and then in the order of the first write.
 
-    A dump that was overwritten, such as one next to ``last.ckpt``, appears once, with its newest line. A dump that was
-    removed together with its checkpoint is omitted. An incomplete last line, which a killed run can leave, is ignored,
-    and so is a dump if the run was killed before its line was written.
+    A dump that was overwritten, such as the dump next to ``last.ckpt``, appears once, with its newest line. A dump that
+    was removed together with its checkpoint is omitted. An incomplete last line, which a killed run may leave, is
+    ignored, and so is a dump if the run was killed before the line was written.
 
     Args:
-        path: The ``log_dir`` of a run, for the dumps next to its checkpoints and those in ``recorder/dumps``; one of
-            these folders; the folder ``recorder``; or a manifest file.
+        path: The ``log_dir`` of a run, for the dumps next to its checkpoints and in ``recorder/dumps``; or one of these
+            folders, the folder ``recorder``, or a manifest file.
 
     Returns:
         One dictionary per dump with ``file``, the path relative to the given folder (or to the folder of the given
         manifest), ``kind``, ``bytes``, ``step``, ``epoch``, ``stage``, ``rank``, ``checkpoint`` if the dump is next to
-        one, and ``group``. A dump of the kind ``"statistics"`` has ``statistics``, which maps each statistic to its
-        ``dtype`` and ``shape`` (``None`` if the shape differs between sites), and ``sites``, which maps each site to
-        the number of values that its statistics cover. A dump of the kind ``"tensors"`` has ``tensors``, which maps
-        each tensor to its ``dtype`` and ``shape``.
+        a checkpoint, and ``group``. A dump of the kind ``"statistics"`` has ``statistics``, which maps each statistic
+        to its ``dtype`` and ``shape`` (``None`` if the shape differs between sites), and ``sites``, which maps each
+        site to the number of values that its statistics cover. A dump of the kind ``"tensors"`` has ``tensors``, which
+        maps each tensor to its ``dtype`` and ``shape``.
 
     Raises:
         FileNotFoundError: If the folder or file does not exist, or if manifests exist only in folders further below.
@@ -250,14 +250,14 @@ def dumps_in(directory: Path, files: Sequence[Path] | None = None) -> list[dict[
     for path in manifests(directory) if files is None else files:
         for line in _lines(path):
             name = line.get("file")
-            # A name from a file is untrusted: it must not lead to another folder.
+            # A name from a file is untrusted and must not lead to another folder.
             if isinstance(name, str) and _is_plain(name):
                 lines[name] = line
     return [line for name, line in lines.items() if _is_of(directory / name, line.pop(ID, None))]
 
 
 def _is_of(path: Path, known_as: object) -> bool:
-    """Return True if the file exists and is the one that its line describes, not a later file of the same name."""
+    """Return True if the file exists and is the dump of this manifest line, not a later file of the same name."""
     if known_as is None:
         return path.is_file()
     return path.is_file() and (read_metadata(path) or {}).get(ID) == known_as
@@ -275,7 +275,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _is_plain(name: str) -> bool:
-    """Return True if this is the name of a file in the same folder."""
+    """Return True if the name is a plain file name, without a folder."""
     return "\0" not in name and Path(name).name == name
 
 
@@ -287,7 +287,7 @@ def write_dump(
 ) -> int:
     """Write one dump and append its line to the manifest in the same folder.
 
-    A run that is killed leaves no incomplete file under the final name.
+    A killed run leaves no incomplete file under the final name.
 
     Args:
         path: The file, ending in ``.safetensors``. Its folder is created if necessary.
@@ -306,7 +306,7 @@ def write_dump(
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # When a file is replaced, its old line remains until the new one is written. The shared ID tells the lines apart.
+    # When a file is replaced, its old line remains until the new line is written. The ID tells which line is valid.
     own = {ID: uuid.uuid4().hex}
     write_tensors(path, tensors, {"format": _FORMAT, **{key: str(value) for key, value in (own | about).items()}})
     size = path.stat().st_size
@@ -337,7 +337,7 @@ def read_dump(path: str | Path) -> Dump:
 
     Raises:
         DumpError: If the file is damaged or was not written by lightning_recorder.
-        FileNotFoundError: If the file does not exist. The message names the first missing part of the path.
+        FileNotFoundError: If the file does not exist. The message names the first missing folder or file.
     """
     path = Path(path)
     if path.is_dir():

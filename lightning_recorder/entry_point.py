@@ -1,7 +1,7 @@
-"""The functions that see the trainers of a program that does not mention this package.
+"""The functions that add recorders to programs that do not mention this package.
 
-Lightning calls the first one in every program of the environment. Unless the variable ``LIGHTNING_RECORDER`` asks for
-recorders, only the standard library is imported.
+Lightning calls :func:`callbacks_from_environment` in every program of the environment. Unless the variable
+``LIGHTNING_RECORDER`` asks for recorders, only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lightning_recorder.switch import CHECK_ONLY, VARIABLE, is_check, is_switche
 __all__ = ["callbacks_from_environment", "see_other_trainers"]
 
 _HANDLER = "transformers.trainer_callback"
-"""The module with the list of callbacks of a Trainer of transformers, which has no entry points."""
+"""The module with the callback list of the transformers Trainer, which has no entry points."""
 
 _OPTIMIZERS = "torch.optim.optimizer"
-"""The module with the hooks of all optimizers, which see a loop without a Trainer."""
+"""The module with the global optimizer hooks, which detect a loop without a Trainer."""
 
 _FUNCTION = """\
 nothing is checked, since no Trainer of Lightning or transformers was made. In a loop, give the step as a function:
@@ -40,14 +40,14 @@ nothing is recorded, since no Trainer of Lightning or transformers was made. Fiv
           monitor.log(loss=loss)  # in the step
   lightning-recorder doctor runs/1  # in a terminal"""
 
-_seen: set[str] = set()  # the kinds of trainers that were made
-_looking: list[bool] = []  # not empty once other trainers are looked for
+_seen: set[str] = set()  # the kinds of trainers created so far
+_looking: list[bool] = []  # not empty after see_other_trainers() was called
 
 
 def callbacks_from_environment() -> list[Any]:
-    """Return the callback that adds recorders to a trainer if ``LIGHTNING_RECORDER`` asks for them, otherwise nothing.
+    """Return the callback that adds recorders to a trainer; an empty list unless ``LIGHTNING_RECORDER`` asks for them.
 
-    Never raises: an error gives one warning, and the program continues without recorders.
+    Never raises. An error causes one warning, and the program continues without recorders.
     """
     _seen.add("lightning")
     if not setting() or is_switched_off():
@@ -62,11 +62,11 @@ def callbacks_from_environment() -> list[Any]:
 
 
 def see_other_trainers() -> None:
-    """Add a callback to each Trainer of transformers, and say how a plain loop is recorded or checked.
+    """Add a callback to each transformers Trainer, and explain how a plain loop is recorded or checked.
 
-    transformers has no entry point for callbacks, so Python calls this function when it starts: ``site/`` has the
-    file that the installation puts beside the package, and the module for ``lightning-recorder run``, which also
-    works where a folder of ``PYTHONPATH`` has the package. It never raises.
+    transformers has no entry point for callbacks, so this function is called when Python starts. ``site/`` has the
+    file that the installation puts next to the package, and the module for ``lightning-recorder run``, which also
+    works if the package is in a folder of ``PYTHONPATH``. This function never raises.
     """
     if _looking or not setting() or is_switched_off():
         return
@@ -86,13 +86,13 @@ def _after_import(name: str, change: Callable[[Any], object]) -> None:
 
 
 class _Finder:
-    """Finds one module as Python does, and changes it after its import."""
+    """An import finder that changes one module after its import."""
 
     def __init__(self, name: str, change: Callable[[Any], object]) -> None:
         self._name, self._change = name, change
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the spec of the module, and ``None`` for all others."""
+        """Return the spec of this module, and ``None`` for any other module."""
         if name != self._name:
             return None
         sys.meta_path[:] = [each for each in sys.meta_path if each is not self]
@@ -110,7 +110,7 @@ class _Finder:
 
 
 def _extend(module: Any) -> None:
-    """Let each new list of callbacks end with one that records."""
+    """Append a recording callback to each new callback list."""
     handler = module.CallbackHandler
     make = handler.__init__
 
@@ -129,7 +129,7 @@ def _extend(module: Any) -> None:
 
 
 def _end_loop(*_: object) -> None:
-    """End a program of ``check`` at the first step of a loop, which cannot be checked, with status 2."""
+    """End a program under ``check`` with status 2 at the first step of a plain loop, which cannot be checked."""
     if not _seen and "lightning_recorder.loops.monitor" not in sys.modules:
         _seen.add("loop")
         sys.stderr.write(f"lightning-recorder check: {_FUNCTION}\n")
@@ -137,7 +137,7 @@ def _end_loop(*_: object) -> None:
 
 
 def _explain() -> None:
-    """Say how a plain loop is recorded or checked, if an optimizer was made and nothing has seen the training."""
+    """Explain how a plain loop is recorded or checked, if an optimizer was created but no trainer was detected."""
     is_first = os.environ.get("RANK", "0") == "0" and os.environ.get("LOCAL_RANK", "0") == "0"
     if _seen or not is_first or "lightning_recorder.loops.monitor" in sys.modules:
         return

@@ -75,7 +75,7 @@ class UnknownArgumentError(ArgumentError, TypeError):
 
 
 class InputError(ArgumentError, RuntimeError):
-    """A model cannot be run with the given inputs, device or mode; the message says how to give them."""
+    """A model cannot be run with the given inputs, device or mode; the message explains how to pass them."""
 
 
 class InputTypeError(InputError, TypeError):
@@ -87,7 +87,7 @@ class SelectionError(RecorderError, ValueError):
 
 
 class FlowError(RecorderError, RuntimeError):
-    """A run's calls differ from the labeled ones; the message names the calls that are missing or extra."""
+    """The calls of a run differ from the labeled calls; the message names the missing and extra calls."""
 
 
 class RecordingError(RecorderError, RuntimeError):
@@ -120,19 +120,19 @@ class DumpError(RecorderError, ValueError):
 
 
 class RecorderWarning(UserWarning):
-    """A recorder fault that costs a record or an image but never the run."""
+    """An error in a recorder that loses a record or an image but does not end the run."""
 
 
 def warn(message: str) -> None:
     """Warn with :class:`RecorderWarning`, even if warnings are turned into errors.
 
     Note:
-        Under ``python -W error`` a warning is an exception. Raised from a hook, it would end the training run, so it is
-        logged as an error of the logger ``lightning_recorder`` instead.
+        Under ``python -W error``, warnings raise exceptions, which would end the training run if raised from a hook.
+        The message is then logged as an error of the logger ``lightning_recorder`` instead.
     """
     try:
         warnings.warn(message, RecorderWarning, stacklevel=2)
-    except Exception:  # noqa: BLE001 - the warning itself raises, or an application's replacement for showing it does
+    except Exception:  # noqa: BLE001 - raised by the warning, or by an application's own way to show warnings
         _log.error(message)
 
 
@@ -150,7 +150,7 @@ def check_integer(name: str, value: object, least: int) -> None:
 
 
 def checked_depth(name: str, depth: object) -> int | None:
-    """Return a depth, or None for no limit, which may also be given as ``float("inf")``.
+    """Return a depth as an integer, or None for no limit, which may also be passed as ``float("inf")``.
 
     Raises:
         ArgumentError: If the depth is neither an integer of at least 0 nor infinite. The message calls it ``name``.
@@ -168,13 +168,13 @@ def check_number(name: str, value: object, least: float) -> None:
 
 
 def check_callable(name: str, value: object, arguments: str, purpose: str = "") -> None:
-    """Raise if an argument is not a function, or cannot be called with these arguments.
+    """Raise if an argument is not a function, or cannot be called with the given positional arguments.
 
-    ``arguments`` names the positional arguments of a call, such as ``"site, tensor"``; empty if there are none.
-    ``purpose`` is appended to the message.
+    ``arguments`` lists the names of the positional arguments, such as ``"site, tensor"``, or is empty. ``purpose`` is
+    appended to the message.
 
     Raises:
-        ArgumentError: Names the argument, the call, and the line that defines the function.
+        ArgumentError: The message names the argument, the call, and the line that defines the function.
     """
     wanted = f"{name} takes a function ({arguments}){purpose}"
     if not callable(value):
@@ -194,12 +194,12 @@ def check_callable(name: str, value: object, arguments: str, purpose: str = "") 
 def check_some(
     name: str, value: object, known: Sequence[str], synonyms: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
-    """Return a tuple of known words; a single word may be passed without a list.
+    """Return a tuple of known words. A single word may be passed without a list.
 
-    ``synonyms`` maps other common words to the known words that they mean.
+    ``synonyms`` maps other common words to the known words with the same meaning.
 
     Raises:
-        ArgumentError: Names the argument, the allowed words and the closest one.
+        ArgumentError: If a word is unknown. The message names the argument, the allowed words and the closest word.
     """
     chosen = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
     wrong = [each for each in chosen if each not in known]
@@ -211,7 +211,7 @@ def check_some(
 
 
 def did_you_mean(word: object, known: Iterable[str], synonyms: Mapping[str, str] | None = None) -> str:
-    """Return the end of a message about a wrong word: the closest known word, or an empty string.
+    """Return the suffix of a message about a wrong word: a suggestion of the closest known word, or an empty string.
 
     Example:
         >>> did_you_mean("checkpoint", ["checkpoints", "steps"])
@@ -228,13 +228,13 @@ def did_you_mean(word: object, known: Iterable[str], synonyms: Mapping[str, str]
 def closest(
     word: object, known: Iterable[str], synonyms: Mapping[str, str] | None = None, *, similarity: float = 0.6
 ) -> str:
-    """Return the known word that a wrong one probably means; empty if none is close.
+    """Return the known word that a wrong word probably means; empty if no known word is close.
 
     Args:
         word: The wrong word.
-        known: The words to choose from.
-        synonyms: Other common words, mapped to the known words that they mean.
-        similarity: The least ratio of ``difflib`` at which a known word counts as close, ignoring case.
+        known: The known words.
+        synonyms: Other common words, mapped to the known words with the same meaning.
+        similarity: The minimum ``difflib`` ratio at which a known word counts as close, ignoring case.
     """
     if not isinstance(word, str):
         return ""
@@ -247,10 +247,10 @@ def closest(
 
 
 def imported(name: str, value: object) -> object:
-    """Return an object, imported first if it is given by its import path, such as ``"package.module.function"``.
+    """Return an object. If it is an import path, such as ``"package.module.function"``, import the object first.
 
     Raises:
-        ArgumentError: If the path cannot be imported; names the argument.
+        ArgumentError: If the path cannot be imported. The message names the argument.
     """
     if not isinstance(value, str):
         return value
@@ -261,8 +261,8 @@ def imported(name: str, value: object) -> object:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the class and the text of an error, without secrets, or only the class if its ``__str__`` raises."""
-    if isinstance(error, ModuleNotFoundError) and error.name == "PIL":  # a package of another name
+    """Return the class and the message of an error, without secrets. Return only the class if ``__str__`` raises."""
+    if isinstance(error, ModuleNotFoundError) and error.name == "PIL":  # the package has another name
         return "the package pillow is missing, `pip install pillow` installs it"
     try:
         return str(hide_secrets(f"{type(error).__name__}: {error}"))
@@ -271,7 +271,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def describe_call(function: Callable[..., object], error: BaseException) -> str:
-    """Return the end of a sentence about an error that a user function raised, with the line in the user's code.
+    """Return the end of a sentence about an error that a user's function raised, with the line in the user's code.
 
     Example:
         >>> def is_due(step):
@@ -306,7 +306,7 @@ def _described(function: object) -> str:
 
 
 def describe_missing(path: str | Path) -> str:
-    """Return the end of a message about a missing path: its first missing part and a close match.
+    """Return the end of a message about a missing path: its first missing folder or file, and a close match.
 
     Example:
         >>> describe_missing("/lightning_logs/version_0")

@@ -1,4 +1,4 @@
-"""Locks that keep several processes from recording into one folder."""
+"""Locks that prevent several processes from recording into one folder."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _NAME = ".lock"
 _ATTEMPTS = 100
 
 _LOCK = threading.Lock()
-# A fork does not inherit its parent's locks, so the id of the process is part of the key.
+# A forked process does not inherit its parent's locks, so the process id is part of the key.
 _held: WeakValueDictionary[tuple[int, Path], FolderLock] = WeakValueDictionary()
 
 
 class FolderLock:
-    """The right of this process to write to a folder, until the last reference to this object is gone.
+    """A lock that lets this process write to a folder, until the last reference to this object is gone.
 
     Note:
-        The lock is one of ``fcntl``: the operating system releases it when the process ends for any reason, forks do
-        not share it, and it is valid for all machines of a network file system that has locks. On other file systems,
-        and on Windows, every process gets the lock. A lock file that a killed process leaves is not locked.
+        This is an ``fcntl`` lock. The operating system releases it when the process ends for any reason, and forked
+        processes do not share it. On a network file system with locks, it is valid across machines. On file systems
+        without locks, and on Windows, every process gets the lock. The lock file of a killed process is not locked.
     """
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
@@ -35,15 +35,15 @@ class FolderLock:
 
 
 def lock_folder(folder: Path) -> FolderLock | None:
-    """Return the lock of a folder, which is created; ``None`` if another process has it.
+    """Create a folder and return its lock; ``None`` if another process has the lock.
 
-    All callers in this process share the lock.
+    All callers in this process share one lock.
 
     Raises:
         OSError: If the folder or the lock file cannot be created.
     """
     key = os.getpid(), folder.resolve()
-    with _LOCK:  # closing a second descriptor of the file would release the lock
+    with _LOCK:  # closing another descriptor of the file would release the lock
         lock = _held.get(key)
         if lock is None:
             path = key[1] / _NAME
@@ -55,19 +55,19 @@ def lock_folder(folder: Path) -> FolderLock | None:
 
 
 def _locked(path: Path) -> BinaryIO | None:
-    """Return the lock file, open and locked; ``None`` if another process has locked it."""
+    """Open and lock the lock file, and return it; ``None`` if another process has locked it."""
     for _ in range(_ATTEMPTS):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             file = path.open("ab")
-        except FileNotFoundError:  # the process that had the lock has just removed the empty folder
+        except FileNotFoundError:  # the process that held the lock has just removed the empty folder
             continue
         if not _try_lock(file):
             file.close()
             return None
         if _is_at(path, file):
             return file
-        file.close()  # the process that had the lock has removed the file
+        file.close()  # the process that held the lock has removed the file
     return None
 
 
@@ -80,7 +80,7 @@ def _try_lock(file: BinaryIO) -> bool:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return False
-    except OSError:  # the file system has no locks
+    except OSError:  # the file system does not support locks
         return True
     return True
 
@@ -93,7 +93,7 @@ def _is_at(path: Path, file: BinaryIO) -> bool:
 
 
 def _unlock(path: Path, file: BinaryIO, pid: int) -> None:
-    """Remove the lock file, and the folder if nothing was written to it, and release the lock."""
+    """Release the lock, and remove the lock file and, if it is empty, the folder."""
     if os.getpid() == pid and sys.platform != "win32":
         with suppress(OSError):
             if _is_at(path, file):

@@ -1,4 +1,4 @@
-"""A callback for the Trainer of transformers, and those of TRL, with the recorders of the Lightning callbacks."""
+"""A callback for the Trainers of transformers and TRL, with the recorders of the Lightning callbacks."""
 
 from __future__ import annotations
 
@@ -30,28 +30,30 @@ except ImportError as error:
 __all__ = ["RecorderCallback"]
 
 STATE_FILE = "recorder.pt"
-"""The file in the folder of a checkpoint from which a run is resumed."""
+"""The file in a checkpoint folder with the saved state of the recorders."""
 
-_MOST_FRAMES = 8  # between a hook and the loop of the trainer
+_MOST_FRAMES = 8  # maximum number of frames between a hook and the loop of the trainer
 
 
 class RecorderCallback(TrainerCallback):
     """Records the training of a ``transformers.Trainer``.
 
-    The files are in the folder of the TensorBoard callback if ``report_to`` has it, where they are shown, too, and
-    otherwise in ``<output_dir>/recorder``.
+    If ``report_to`` includes TensorBoard, the files are written to the folder of its callback, and TensorBoard shows
+    them. Otherwise, they are written to ``<output_dir>/recorder``.
 
     Args:
         log_dir: Another folder for the files.
-        options: The arguments of :func:`~lightning_recorder.default_recorders`, or ``recorders=`` with recorders.
+        options: The arguments of :func:`~lightning_recorder.default_recorders`, or ``recorders=`` with a list of
+            recorders.
 
     Raises:
         ArgumentError: If an argument is invalid.
 
     Note:
-        The step is that of ``state.global_step``, from 0. Gradients of parameters are those that the optimizer gets,
-        after the trainer has clipped them. The loss of a step is that of the trainer. The state of the run is saved in
-        each checkpoint, as ``recorder.pt``, and read when the training is resumed. A step cannot be run again.
+        The step is ``state.global_step``, starting at 0. Parameter gradients are recorded as the optimizer receives
+        them, after clipping by the trainer. The loss of a step is the loss of the trainer. The state of the recorders
+        is saved in each checkpoint, as ``recorder.pt``, and loaded when the training is resumed. Repeating a step is
+        not supported.
 
     Example::
 
@@ -60,7 +62,7 @@ class RecorderCallback(TrainerCallback):
 
     def __init__(self, *, log_dir: str | Path | None = None, **options: Any) -> None:
         if "recorders" not in options:
-            default_recorders(**options)  # raises an error for wrong arguments now
+            default_recorders(**options)  # to raise errors for wrong arguments now
         elif len(options) > 1:
             others = ", ".join(name for name in options if name != "recorders")
             raise ArgumentError(f"RecorderCallback: pass {others} to the recorders, since recorders is given")
@@ -117,7 +119,7 @@ class RecorderCallback(TrainerCallback):
 
     @override
     def on_epoch_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self._ends_epoch = True  # after the evaluation that may follow
+        self._ends_epoch = True  # the epoch ends after the evaluation that may follow
         if control.should_evaluate:
             self._begin_evaluation(model)
 
@@ -126,13 +128,13 @@ class RecorderCallback(TrainerCallback):
             monitor.end_epoch()
         self._ends_epoch = False
 
-    # Steps. The trainer passes neither its batches nor its loss to callbacks, but its loop has them.
+    # Steps. The trainer passes neither batches nor losses to callbacks, so read the local variables of its loop.
 
     @override
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         loop = _loop()
         if self.monitor is not None and not self.monitor.has_begun and "num_items_in_batch" in loop:
-            # The trainer divides the loss by the number of batches if the model has not divided it by that of tokens.
+            # The trainer divides the loss by the number of batches unless the model divides it by the number of tokens.
             is_divided = loop["num_items_in_batch"] is None
             self.monitor.accumulate = args.gradient_accumulation_steps if is_divided else 1
         self._begin_step(loop.get("inputs"))
@@ -168,7 +170,7 @@ class RecorderCallback(TrainerCallback):
     def _end_step(self, has_stepped: bool | None) -> None:
         step, self._step = self._step, None
         if step is not None:
-            if has_stepped:  # an optimizer that is none of torch has no hooks
+            if has_stepped:  # an optimizer that is not a subclass of torch's has no hooks
                 step.has_stepped = True  # type: ignore[attr-defined]  # of the context of Monitor
             step.__exit__(None, None, None)
 
@@ -177,7 +179,7 @@ class RecorderCallback(TrainerCallback):
         if self.monitor is not None and isinstance(loss, Tensor):
             self.monitor.note_loss(loss if self._scaler is None else self._scaler.scale(loss))
 
-    # Evaluations, which have no hook before their batches.
+    # Evaluations. There is no callback hook before their batches.
 
     def _begin_evaluation(self, model: Any) -> None:
         if self.monitor is None or self._evaluation is not None or model is None:
@@ -223,9 +225,9 @@ class RecorderCallback(TrainerCallback):
 
 
 class CallbackFromEnvironment(RecorderCallback):
-    """Records what ``LIGHTNING_RECORDER`` asks for, unless the program has a callback of its own.
+    """Records what ``LIGHTNING_RECORDER`` asks for, unless the program has its own recorder callback.
 
-    Nothing is written beside the checkpoints, and an error gives one warning.
+    Nothing is written to the checkpoints, and an error causes one warning.
     """
 
     @override
@@ -245,11 +247,11 @@ class CallbackFromEnvironment(RecorderCallback):
 
     @override
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write nothing."""
+        """Do not save a state."""
 
 
 def _step_of(trainer: Any, model: Any) -> Callable[[Any], Tensor]:
-    """Return a function from a batch to the loss that the trainer computes, for a check."""
+    """Return a function that computes the trainer's loss of a batch, for a check."""
 
     def loss(batch: Any) -> Tensor:
         with trainer.compute_loss_context_manager():
@@ -268,7 +270,7 @@ def _tensors(state: object) -> Iterator[Tensor]:
 
 
 def _frames() -> Iterator[Mapping[str, Any]]:
-    """Yield the local variables of the functions that have called a hook, from the innermost."""
+    """Yield the local variables of the functions that called a hook, innermost first."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         yield frame.f_locals
@@ -276,7 +278,7 @@ def _frames() -> Iterator[Mapping[str, Any]]:
 
 
 def _loop() -> Mapping[str, Any]:
-    """Return the local variables of the trainer's loop, which are none of its interface; empty if it is not found."""
+    """Return the local variables of the trainer's loop, which are not public; empty if the loop is not found."""
     frame: Any = sys._getframe(2)
     for _ in range(_MOST_FRAMES):
         if frame is None:
@@ -289,7 +291,7 @@ def _loop() -> Mapping[str, Any]:
 
 
 def _saved_state(state: Any) -> dict[str, Any]:
-    """Return the state of the recorders in the checkpoint that a training resumes, or only its place."""
+    """Return the state of the recorders in the checkpoint that a training resumes; without it, only the position."""
     place = {"global_step": state.global_step, "current_epoch": int(state.epoch or 0), "batch_idx": 0}
     given = (each.get("resume_from_checkpoint") for each in islice(_frames(), 30))
     folder = next((each for each in given if isinstance(each, str)), None)
@@ -307,10 +309,10 @@ def _callbacks(trainer: Any) -> list[Any]:
 
 
 class WandbLogger(SimpleNamespace):
-    """The run of W&B, under the name by which sinks know Lightning's logger."""
+    """A W&B run with the interface and the class name of Lightning's logger, which sinks recognize."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log numbers without a step of their own, since the trainer counts the steps of the run."""
+        """Log numbers without an explicit step, since the trainer counts the steps of the W&B run."""
         self.experiment.log(dict(metrics))
 
 

@@ -27,7 +27,7 @@ _TOO_FEW_VALUES = "Expected more than 1 value per channel when training"  # the 
 
 
 def checked_device(net: nn.Module, device: torch.device | str | None) -> torch.device | None:
-    """Return the device for the inputs of a net that is on this device, or None to leave the inputs where they are.
+    """Return the requested device for inputs after checking that the net is on it. None leaves inputs where they are.
 
     Raises:
         InputError: If the net is on another device.
@@ -51,7 +51,7 @@ def checked_device(net: nn.Module, device: torch.device | str | None) -> torch.d
 def arguments(
     data: Any, kwargs: Mapping[str, Any] | None, device: torch.device | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments of a run, with copies of their tensors on a device if it is given.
+    """Return the positional and keyword arguments of a run. Tensors are copied, and moved if a device is given.
 
     Raises:
         InputTypeError: If an argument has an unsupported type.
@@ -75,12 +75,12 @@ def arguments(
 
 
 def as_arguments(net: nn.Module, data: Any) -> Any:
-    """Return the data in a list if it is a tuple, list or dictionary that the net takes as its only argument."""
+    """Wrap data in a list if the net takes it, a tuple, list or dictionary, as its only argument."""
     return [data] if isinstance(data, (tuple, list, Mapping)) and _takes_one(net, *arguments(data, None)) else data
 
 
 def way_out(net: nn.Module, error: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, in_eval: str) -> str:
-    """Return a message about an error of a call with the way to avoid it, if that is known."""
+    """Return a message about an error of a call, and how to avoid the error if that is known."""
     if _TOO_FEW_VALUES in str(error):
         return f"{error}; {in_eval}, or give a batch of two samples"
     if _takes_one(net, args, kwargs):
@@ -89,11 +89,11 @@ def way_out(net: nn.Module, error: object, args: tuple[Any, ...], kwargs: Mappin
 
 
 def _takes_one(net: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return True if a net accepts one argument, but not these."""
+    """Return True if a net accepts one argument, but not the given arguments."""
     try:
         signature = inspect.signature(net.forward)
         signature.bind(object())
-    except (TypeError, ValueError):  # it takes another number of arguments, or has no signature
+    except (TypeError, ValueError):  # the net takes another number of arguments, or has no signature
         return False
     try:
         signature.bind(*args, **kwargs)
@@ -107,7 +107,7 @@ def make_inputs(
 ) -> tuple[Tensor, ...]:
     """Return tensors of the given shapes: zeros for integers and booleans, otherwise random numbers.
 
-    They are on the device, by default that of the net.
+    The tensors are on the given device, by default the device of the net.
 
     Raises:
         ArgumentError: If a shape or dtype is invalid. The message calls the shapes ``name``.
@@ -139,7 +139,7 @@ def make_inputs(
 
 
 def shapes_in(input_size: Any, name: str) -> list[tuple[int, ...]]:
-    """Return a list of shapes for one shape or several.
+    """Return a list of shapes, given one shape or several shapes.
 
     Raises:
         ArgumentError: If the argument is invalid. The message calls it ``name``.

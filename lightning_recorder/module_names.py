@@ -34,10 +34,10 @@ __all__ = [
     "without_wrappers",
 ]
 
-# Segments that torch.compile, FSDP and checkpoint_wrapper insert into the names of the modules that they wrap.
+# Segments that torch.compile, FSDP and checkpoint_wrapper insert into the names of wrapped modules.
 _WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
-# Modules that use the parameters of their children without calling them; to a hook they are leaves.
+# Modules that use the parameters of their children without calling the children. For hooks, these modules are leaves.
 _OPAQUE = (nn.MultiheadAttention,)
 
 
@@ -46,12 +46,12 @@ def named_submodules(
 ) -> dict[str, nn.Module]:
     """Return the modules of ``named_modules()``, including the root, by their names in the user's code.
 
-    ``with_lent`` adds the modules that are not registered although their parameters are. A model of Keras has its
-    layers in a list, and their parameters in a dictionary of its own. They are named by their place, such as
-    ``model._layers[1]``.
+    ``with_lent`` adds unregistered modules whose parameters are registered on another module. For example, a Keras
+    model has its layers in a list, and registers their parameters itself. Such modules are named by their position, as
+    in ``model._layers[1]``.
 
-    Name segments inserted by ``torch.compile``, FSDP and ``checkpoint_wrapper`` are removed. A wrapper and the module
-    it wraps then share a name; the wrapped module is returned, since hooks on both would fire twice for each call.
+    Name segments inserted by ``torch.compile``, FSDP and ``checkpoint_wrapper`` are removed. A wrapper and its wrapped
+    module then share a name. Only the wrapped module is returned, since hooks on both would fire twice for each call.
 
     Example:
         >>> import torch
@@ -64,8 +64,8 @@ def named_submodules(
 
 
 def without_wrappers(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the result of :func:`named_submodules` for that of ``named_modules()``."""
-    # Joined, since a search in one text takes a fraction of the time of a call for each name.
+    """Convert the result of ``named_modules()`` to that of :func:`named_submodules`."""
+    # Search in the joined names, which takes a fraction of the time of a search in each name.
     joined = "".join(found)
     if not any(segment in joined for segment in _WRAPPED):
         return found
@@ -77,7 +77,7 @@ def default_modules(module: nn.Module) -> list[str]:
 
     A leaf calls no other module. ``nn.MultiheadAttention`` counts as a leaf, since it uses the weight of its projection
     but never calls the projection. A module whose only children are parametrizations (``torch.nn.utils.parametrize``)
-    also counts as a leaf. Any other module owns the parameters that :func:`own_parameters` yields.
+    also counts as a leaf. A module owns the parameters that :func:`own_parameters` yields.
 
     Metrics of torchmetrics are excluded together with everything below them. The root is excluded even if it owns
     parameters, since under DDP a call of a LightningModule is its ``training_step`` and its output is the loss.
@@ -109,8 +109,8 @@ def default_modules(module: nn.Module) -> list[str]:
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters that a call of the module uses itself, with their names in the module.
 
-    These are the parameters registered on the module, those in its parameter lists and dictionaries, and those of
-    children that it never calls: parametrizations and the projection of ``nn.MultiheadAttention``.
+    These are the parameters registered on the module, the parameters in its parameter lists and dictionaries, and the
+    parameters of children that it never calls: parametrizations and the projection of ``nn.MultiheadAttention``.
 
     Example:
         >>> [name for name, _ in own_parameters(nn.MultiheadAttention(4, 2))]
@@ -130,7 +130,7 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _owns_parameters(module: nn.Module) -> bool:
-    # The original tensor of a parametrization belongs to the module that it is registered on.
+    # The original tensor of a parametrization belongs to the parametrized module.
     return not is_a(module, ParametrizationList) and any(True for _ in own_parameters(module))
 
 
@@ -143,7 +143,7 @@ def is_metric(module: nn.Module) -> bool:
 
 
 def is_never_called(module: nn.Module) -> bool:
-    """Return True for torch's module and parameter containers, which stand for their entries when selected.
+    """Return True for torch's module and parameter containers. Selecting a container selects its entries.
 
     A subclass with its own ``forward`` is an ordinary module.
     """
@@ -152,10 +152,10 @@ def is_never_called(module: nn.Module) -> bool:
 
 
 def _lent_modules(registered: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules that are not registered although their parameters are.
+    """Return the unregistered modules whose parameters are registered on another module.
 
-    Those without parameters in the same container count as well. A container with any other module is ignored, such as
-    a list that hides a teacher.
+    Modules without parameters in the same container are included. A container with any other module, such as a list
+    that hides a teacher, is ignored.
     """
     known = {id(each) for each in registered.values()}
     lent: dict[str, nn.Module] = {}
@@ -181,7 +181,7 @@ def _lent_modules(registered: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def _own_parameters_of(modules: Iterable[nn.Module]) -> set[int]:
-    """Return the ids of the parameters that the modules register themselves."""
+    """Return the ids of the parameters that are registered directly on the modules."""
     return {id(each) for module in modules for each in tables_of(module)[0].values() if each is not None}
 
 
@@ -195,7 +195,7 @@ def modules_in_containers(registered: Mapping[str, nn.Module]) -> Iterator[tuple
             if issubclass(type(attributes[attribute]), _CONTAINERS):
                 break
         else:
-            continue  # the usual case
+            continue  # the usual case: no other attributes
         for attribute, value in attributes.items():
             if attribute in _OWN or not is_a(value, _CONTAINERS) or attribute in nn.Module.__dict__:
                 continue
@@ -203,13 +203,13 @@ def modules_in_containers(registered: Mapping[str, nn.Module]) -> Iterator[tuple
                 yield f"{name}.{attribute}{suffix}".removeprefix("."), each
 
 
-# The attributes in which a module keeps its registered objects, including hooks.
+# The attributes that every module has, such as the tables of registered objects and hooks.
 _OWN = frozenset(vars(nn.Module()))
 
 
 _CONTAINERS = (list, tuple, dict)
 
-# A longer container holds data of a model rather than layers.
+# A longer container holds data rather than layers.
 _MOST_NESTED = 1000
 
 
@@ -224,7 +224,7 @@ def _modules_in(value: object, *, nested: bool = True) -> Iterator[tuple[str, nn
 
 
 def _pairs(value: object) -> list[tuple[object, Any]]:
-    """Return the indices or keys of a container with its entries, read without the methods of its class."""
+    """Return pairs of the index or key and the entry of a container, without calling methods of a subclass."""
     if is_a(value, dict):
         return list(plain_dict(value).items())
     if is_a(value, list):

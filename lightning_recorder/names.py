@@ -1,4 +1,4 @@
-"""Module names: lookup, glob matching and suggestions for wrong names; and the sites of tensors."""
+"""Module names, with glob matching and suggestions for wrong names, and the sites of tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 RUNNING_STATISTICS = ("running_mean", "running_var")
-"""The paths of the buffers of a normalization layer among the sites of its parameters."""
+"""The paths of the running statistics of a normalization layer, which are recorded like its parameters."""
 
 
 class Site(NamedTuple):
@@ -29,9 +29,10 @@ class Site(NamedTuple):
     name: str
     """The name of the module."""
     path: str
-    """The path of the tensor in the module: ``out`` for the output and ``out.logits`` inside it, ``in[0]`` for the
-    first positional argument, ``in.mask`` for the keyword argument of that name; for a parameter its name in the
-    module, ``weight``. If the calls of a module are kept apart, the paths of its second call end with ``#2``."""
+    """The path of the tensor in the module: ``out`` for the output, ``out.logits`` for a tensor in the output,
+    ``in[0]`` for the first positional argument, ``in.mask`` for the keyword argument ``mask``; for a parameter, its
+    name in the module, such as ``weight``. If the calls of a module are kept apart, the paths of its second call end
+    with ``#2``."""
 
 
 def compile_glob(pattern: str) -> re.Pattern[str]:
@@ -60,11 +61,11 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
     return re.compile(expression)
 
 
-_CLOSE = 0.6  # the ratio of difflib from which on names are similar
+_CLOSE = 0.6  # the minimum difflib ratio of similar names
 
 
 def closest_names(pattern: str, names: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name or glob, with at most three names that are close to it.
+    """Return the end of a message about an unknown name or glob, with at most three close names.
 
     Example:
         >>> closest_names("encoder.conv", ["", "encoder", "encoder.conv1", "head"])
@@ -96,9 +97,9 @@ def closest_names(pattern: str, names: Iterable[str]) -> str:
 
 
 def corrected_glob(pattern: str, names: Iterable[str]) -> str:
-    """Return the glob that was probably meant by one that matches nothing; empty if there is none, or for a plain name.
+    """Correct a glob that matches nothing. Return an empty string without a likely correction, or for a plain name.
 
-    Only segments that do not exist are replaced, each by the closest one at its position. If that is not enough, a
+    Only segments that do not exist are replaced, each by the closest segment at its position. If that is not enough, a
     prefix is added or the first segment is removed.
 
     Example:
@@ -127,7 +128,7 @@ def _matches(pattern: str, names: Iterable[str]) -> bool:
 
 
 def _with_closest_parts(pattern: str, names: Iterable[str]) -> str:
-    """Replace the segments that do not exist by the closest ones; return an empty string if there are none."""
+    """Replace each segment that does not exist by the closest segment. Return an empty string if none is close."""
     children: dict[str, dict[str, str]] = {}  # by module name, "" for the root
     for name in names:
         parts = name.split(".")
@@ -146,7 +147,7 @@ def _with_closest_parts(pattern: str, names: Iterable[str]) -> str:
 
 
 def _steps(part: str, places: set[str], children: dict[str, dict[str, str]]) -> Iterator[tuple[str, float, set[str]]]:
-    """Yield the name segments that a glob segment may mean, each with its distance and the modules that it matches."""
+    """Yield possible corrections of a glob segment, each with its distance and the modules that it matches."""
     below = [(child, name) for place in places for child, name in children.get(place, {}).items()]
     if part == "**":
         reached, new = set(places), set(places)
@@ -168,7 +169,7 @@ def _steps(part: str, places: set[str], children: dict[str, dict[str, str]]) -> 
 
 
 def split_call(path: str) -> tuple[str, str]:
-    """Split the number of the module's call from the path of a tensor.
+    """Split a tensor path into the path itself and the suffix with the call number.
 
     Example:
         >>> split_call("out[0]#2"), split_call("out")
@@ -184,7 +185,7 @@ def is_input(path: str) -> bool:
 
 
 def is_batch(name: str, path: str) -> bool:
-    """Return True for the site of a tensor of the batch. The model gets it, so the site has no module.
+    """Return True for the site of a tensor in the batch, which belongs to no module.
 
     Example:
         >>> [is_batch("", path) for path in ("batch", "batch[0]", "batch.image", "batches", "out")]

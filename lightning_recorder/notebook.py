@@ -1,4 +1,4 @@
-"""Documents inside a notebook, and the code of its cells."""
+"""HTML documents in notebooks, and the names of notebook cells."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["cell_or_path", "framed"]
 
 
 def cell_or_path(path: str) -> str:
-    """Return the path of a file of code as IPython names it in errors: ``Cell In[3]`` for a cell of a notebook."""
+    """Return the path of a code file, or its name in IPython's messages for a notebook cell, such as ``Cell In[3]``."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     format_name = getattr(getattr(shell, "compile", None), "format_code_name", None)
     found = None if format_name is None else format_name(path)
@@ -17,10 +17,10 @@ def cell_or_path(path: str) -> str:
 
 
 def framed(html: str, title: str, *, height_px: int, allow: str = "allow-popups") -> str:
-    """Return an HTML document as a frame inside another one, which shares no names, styles and rights with it.
+    """Return an HTML document as a sandboxed frame, which shares no names, styles and rights with the outer document.
 
-    A viewer that removes frames, as in a notebook that is not trusted, shows the title. ``allow`` are the permissions
-    of the document, as for the attribute ``sandbox``.
+    A viewer that removes frames, as in an untrusted notebook, shows the title. ``allow`` is the value of the frame's
+    ``sandbox`` attribute.
     """
     style = f"width:100%;height:{height_px}px;border:1px solid #8888;border-radius:6px"
     instead = escape(f"{title}: trust the notebook")

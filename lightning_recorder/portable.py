@@ -1,4 +1,4 @@
-"""Wrapper for user objects inside an object that is copied, pickled or written as YAML."""
+"""A wrapper for a user's objects, so that the object that holds them can be copied, pickled or written as YAML."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Lost:
 
 
 class Portable:
-    """Wrapper around a user's object in the state of the object that owns it.
+    """Wrapper around a user's object, such as a function, in the state of its owner.
 
-    ``copy.copy`` and ``copy.deepcopy`` share the wrapped object. A pickle contains it if ``pickle`` or, where
-    installed, ``cloudpickle`` can store it. Otherwise, or if it cannot be restored, a :class:`Lost` takes its place. A
+    ``copy.copy`` and ``copy.deepcopy`` share the wrapped object. A pickle contains the object if ``pickle`` or, where
+    installed, ``cloudpickle`` can store it. Otherwise, or if it cannot be restored, a :class:`Lost` replaces it. A
     lambda therefore never prevents its owner, such as the hyperparameters in a checkpoint, from being saved.
     """
 
@@ -98,12 +98,12 @@ def _restore(data: bytes | None, what: str, argument: str) -> Portable:
     """Unpickle a wrapped object."""
     try:
         return Portable(Lost(what) if data is None else pickle.loads(data), argument)
-    except Exception:  # noqa: BLE001 - its module may be missing here, or may raise on import
+    except Exception:  # noqa: BLE001 - the object's module may be missing, or may raise on import
         return Portable(Lost(what), argument)
 
 
 def unwrap(value: Any) -> Any:
-    """Return the object in a :class:`Portable`. Return a string as :class:`Lost`, and any other object unchanged."""
+    """Return the object in a :class:`Portable`, a :class:`Lost` for a string, and any other object unchanged."""
     if isinstance(value, str):
         return Lost(value)
     return value.value if isinstance(value, Portable) else value

@@ -1,4 +1,4 @@
-"""Secrets that are kept out of files and messages, such as keys, passwords and addresses with credentials."""
+"""Removal of secrets from files and messages, such as keys, passwords and URLs with credentials."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 __all__ = ["HIDDEN", "LEFT_OUT", "hide_places", "hide_secrets"]
 
 HIDDEN = "(hidden)"
-"""The text in place of a secret.
+"""The replacement for a secret, the same for all secrets.
 
-It is the same for all secrets. A hash would show that two secrets differ, but a short secret can be guessed from it.
+A hash would show whether two secrets differ, but a short secret can be guessed from its hash.
 """
 
 LEFT_OUT = "(left out)"
-"""The text in place of what a file for others does not have."""
+"""The replacement for private information in a file that is made for other people."""
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # "APIKey_2" has the words "API" and "Key"
 
-# Ends of words that denote a secret wherever they are in a name, such as "db_password" and "clientsecret_2".
+# Word endings that denote a secret anywhere in a name, such as "db_password" and "clientsecret_2".
 _SECRET_WORDS = ("apikey", "credential", "passcode", "passphrase", "passwd", "password", "pwd", "secret", "webhook")
 
-# Words that denote a secret before "key", services among them. Most other keys are names of entries, as "batch_key".
+# Words that denote a secret before "key", including names of services. Most other keys are entry names, as "batch_key".
 _OF_SECRET_KEYS = (
     *("access", "account", "api", "auth", "encryption", "license", "private", "secret", "signing", "ssh"),
     *("anthropic", "aws", "azure", "comet", "github", "huggingface", "neptune", "openai", "wandb"),
@@ -32,7 +32,7 @@ _OF_SECRET_KEYS = (
 # Words that denote a secret at the end of a name only.
 _SECRET_HEADS = ("auth", "authorization", "bearer", "cookie", "dsn", "jwt", "pin", "pw", "sig", "signature")
 
-# Words before "token" in settings of language and vision models.
+# Words before "token" that do not denote a secret, in settings of language and vision models.
 _OF_ORDINARY_TOKENS = (
     *(
         "additional",
@@ -57,7 +57,7 @@ _ORDINARY_TOKEN = re.compile(r"[a-z]{0,7}|[<\[].*", re.DOTALL)  # "mean", "<pad>
 _NO_TEXT = re.compile(r"|none|null|true|false|[+-]?[\d.]+(e[+-]?\d+)?", re.IGNORECASE)
 _RANDOM = re.compile(r"(?=\D*\d)(?=[^A-Za-z]*[A-Za-z])\S*([A-Za-z0-9]{16}|[0-9a-f]{8}-[0-9a-f]{4}-)\S*", re.IGNORECASE)
 
-# Secrets that are known by their form.
+# Secrets that are recognized by their form.
 _FORM = re.compile(
     r"(?<=://)[^\s/]*(?=@)"  # the user of an address
     r"|(?<=://)[^\s/:@]+:(?!\d+/)[^\s@]{1,200}(?=@)"  # with a password that has a slash
@@ -77,23 +77,23 @@ _FORM = re.compile(
 # The name of a setting in a text, as in "api_key=…", "'api_key': '…'", "?sig=…" and "--api-key …", and its value.
 _NAME = re.compile(r"""(?<![\w.-])(?:([A-Za-z_][\w.-]*)["']?\s*[=:]\s*|--?([A-Za-z][\w-]*)(?:=|\s+))""")
 _VALUE = re.compile(r"""(?:(?:Basic|Bearer|Token)\s+)?(?:\(hidden\)|"[^"]*"?|'[^']*'?|[^\s"'&;,)}\]]+)""")
-_LONGEST = 200  # characters of a value that are read to decide about it
+_LONGEST = 200  # number of characters of a value that are checked
 
-# The folder of a file with a suffix, and an absolute path. A module, such as blocks.0/linear, is none.
+# The folder of a file with a suffix, or an absolute path. A module name, such as blocks.0/linear, does not match.
 _FOLDER = re.compile(
     r"""(?<![^\s'"(),;=])[^\s'"(),;=]*[\\/](?=[\w.\-]+\.\w{1,5}\b)|(?<![\w.)\]])(?:[A-Za-z]:|~)?[\\/][^\s'"(),;]*[\\/]"""
 )
 _ADDRESS = re.compile(r"\b[A-Za-z][\w+.-]{0,30}://[^\s'\"]+")
 
-# The message of an error, which may quote a sample, and its class, which stays. The advice of a finding may follow.
+# The class of an error, which is kept, and its message, which may quote a sample. Advice of a finding may follow.
 _MESSAGE = re.compile(r"\b(failed: \w+|\w*(?:Error|Exception)): .*?(?=\. To know it: |$)", re.DOTALL)
 
 
 def hide_secrets(value: Any, name: str = "") -> Any:
     """Return a value with ``"(hidden)"`` in place of its secrets.
 
-    A text is hidden if the name of its setting denotes a secret. In other texts, the parts that have the form of a
-    secret are hidden, such as ``user:password@`` in an address, or the value of ``api_key=…``.
+    A string is hidden if the name of its setting denotes a secret. In other strings, only substrings with the form of a
+    secret are hidden, such as ``user:password@`` in a URL, or the value of ``api_key=…``.
 
     Args:
         value: The value. Mappings, lists and tuples are searched.
@@ -117,7 +117,7 @@ def hide_secrets(value: Any, name: str = "") -> Any:
 
 
 def hide_places(text: str) -> str:
-    """Return a text without folders, addresses and messages of errors; names of files and classes of errors stay.
+    """Return a text without folders, URLs and error messages. File names and error classes are kept.
 
     Example:
         >>> hide_places("sqrt at /home/me/net.py:42 of https://host/run")
@@ -129,7 +129,7 @@ def hide_places(text: str) -> str:
 
 
 def _is_secret(name: str, text: str) -> bool:
-    """Return True if the text of a setting is a secret, by the name of the setting."""
+    """Return True if the value of a setting is a secret, judging by the name of the setting."""
     words = [word.lower() for word in _WORD.findall(name)]
     head, before = ([*reversed(words), "", ""])[:2]
     if _NO_TEXT.fullmatch(text):
@@ -144,12 +144,12 @@ def _is_secret(name: str, text: str) -> bool:
 
 
 def _without_secrets(text: str) -> str:
-    """Return a text without the values of secret settings, and without the parts that have the form of a secret."""
+    """Return a text without the values of secret settings, and without substrings that have the form of a secret."""
     parts, end = [], 0
     for found in _NAME.finditer(text):
         begin = found.end()
         value = _VALUE.match(text, begin, begin + _LONGEST) if found.start() >= end else None
         if value is not None and _is_secret(found[1] or found[2], value[0]):
             parts += [text[end:begin], HIDDEN]
-            end = begin + len(_VALUE.match(text, begin)[0])  # type: ignore[index]  # its beginning matches
+            end = begin + len(_VALUE.match(text, begin)[0])  # type: ignore[index]  # the pattern always matches here
     return _FORM.sub(HIDDEN, "".join([*parts, text[end:]]))

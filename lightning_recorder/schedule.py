@@ -1,4 +1,4 @@
-"""Schedules: the choice of the steps of a run that are recorded."""
+"""Schedules, which determine the steps of a run to record."""
 
 from __future__ import annotations
 
@@ -33,34 +33,34 @@ STAGE_SYNONYMS = {
 """Synonyms of the stages, including the names that Lightning uses."""
 
 Reduce = int | Literal["step", "epoch"]
-"""The span of one record: each recorded step, a window of the given number of steps, or an epoch."""
+"""The span of one record: one recorded step, a window of the given number of steps, or an epoch."""
 
 
 @with_checked_arguments
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Further conditions on the steps that a callback records, in addition to its ``every_n_train_steps``.
+    """Conditions on the steps that a callback records, in addition to its ``every_n_train_steps``.
 
-    A step is due if it is one of the first ``first_n_steps`` or one of every ``every_n_train_steps``. A due step is
-    recorded if it also meets all other conditions. With a window or a predicate, and without ``every_n_train_steps``,
-    every step is due.
+    A step is due if it is one of the first ``first_n_steps``, or if it is selected by ``every_n_train_steps``. With a
+    window or a predicate, and without ``every_n_train_steps``, every step is due. A due step is recorded if it also
+    meets all other conditions.
 
     Args:
-        every_n_epochs: Record in the first epoch and then in every n-th one.
-        first_n_steps: The number of steps at the beginning of the run that are recorded in addition to every n-th one.
+        every_n_epochs: Record in the first epoch and then in every n-th epoch.
+        first_n_steps: The number of steps to record at the beginning of the run, in addition to every n-th step.
         step_window: ``(start, stop)``: Record only steps from ``start`` up to, but not including, ``stop``.
-        when: A function of the step that returns true if the step is to be recorded, or its import path. It is called
-            last, may be called more than once per step, and must return the same value on all ranks.
+        when: A function, or its import path, that takes the step and returns True to record it. It is called after all
+            other conditions, may be called more than once per step, and must return the same value on all ranks.
         max_overhead: The maximum fraction of training time that recording may take, such as 0.02. If it takes more, the
             recording interval is increased, and the change is logged.
         stages: The stages to record: any of ``"train"``, ``"validate"``, ``"test"`` and ``"predict"``. Each evaluation
             is one record over all of its batches, under ``activations_validate/…`` and so on. The sanity check is not
-            recorded. Without ``"validate"``, only the first batches of validations after 100 steps, at most one of a
-            hundred, are recorded, for the findings and the record file. Used by
+            recorded. Without ``"validate"``, only the first batches of validations after 100 steps are recorded, at
+            most one in a hundred, for the findings and the record file. Used by
             :class:`~lightning_recorder.ActivationRecorder` only.
 
     Raises:
-        ArgumentError: If an argument has an invalid value; names the argument.
+        ArgumentError: If an argument has an invalid value. The message names the argument.
 
     Example::
 
@@ -105,11 +105,11 @@ class Sampling(Schedule):
     leaves a record, and so that sites that never fire show up early.
 
     Raises:
-        ArgumentError: If an argument has an invalid value; names the argument.
+        ArgumentError: If an argument has an invalid value. The message names the argument.
 
     Note:
-        The result depends only on the step and the epoch, so that all ranks record the same steps. ``when`` must not
-        depend on anything else either.
+        The result depends only on the step and the epoch, so that all ranks record the same steps. ``when`` must depend
+        on nothing else, either.
 
     Example:
         >>> [step for step in range(10) if Sampling(4)(step)]
@@ -122,7 +122,7 @@ class Sampling(Schedule):
     # The interval in optimizer steps; 0 selects none, as ``Trainer(log_every_n_steps=0)`` logs nothing. If ``None``,
     # the caller chooses the interval with :meth:`with_default`; with a window or a predicate it is then every step.
     every_n_train_steps: int | None = None
-    delay: int = 0  # the number of steps between a step of the interval and the step that is recorded instead
+    delay: int = 0  # the number of steps by which all steps of the interval are shifted
 
     def __post_init__(self) -> None:
         if self.every_n_train_steps is True:
@@ -132,7 +132,7 @@ class Sampling(Schedule):
         super().__post_init__()
 
     def with_default(self, every_n_train_steps: int) -> Self:
-        """Return a copy with an interval if none is set: 1 if there is a window or a predicate, else the given one."""
+        """Return a copy with an interval. If none is set, use 1 with a window or predicate, else the given value."""
         if self.every_n_train_steps is not None:
             return self
         chosen = self.step_window is not None or self.when is not None
@@ -147,16 +147,16 @@ class Sampling(Schedule):
         return _is_nth(epoch, self.every_n_epochs)
 
     def __call__(self, step: int, epoch: int = 0) -> bool:
-        """Return True if the 0-based optimizer step of that epoch is recorded."""
+        """Return True if the 0-based optimizer step in the given epoch is recorded."""
         first, stop = self.step_window or (0, math.inf)
         n = self.every_n_train_steps or 0
-        # Same as _is_nth, inlined because this runs for every batch.
+        # _is_nth inlined, because this runs for every batch.
         at = step - self.delay
         due = step < self.first_n_steps or (n > 0 and (at == 0 or (at > 0 and (at + 1) % n == 0)))
         return due and first <= step < stop and self.in_epoch(epoch) and self._is_wanted(step)
 
     def why_none(self, steps: range, epochs: range) -> str:
-        """Return the reason why none of these steps is recorded, or an empty string if one of them should have been.
+        """Return the reason why none of the steps is recorded, or an empty string if a step should have been recorded.
 
         Example:
             >>> Sampling(0).why_none(range(10), range(1))
@@ -198,7 +198,7 @@ class Sampling(Schedule):
 
 
 def _is_nth(number: int, n: int) -> bool:
-    """Return True if a 0-based number is the first or an n-th one; never for ``n = 0``."""
+    """Return True for the first and every n-th step or epoch, given its 0-based number. False for ``n = 0``."""
     return n > 0 and (number == 0 or (number + 1) % n == 0)
 
 
@@ -216,7 +216,7 @@ def _checked_window(window: object) -> tuple[int, int]:
 
 
 def check_overhead(value: object) -> None:
-    """Check that a value is a share of the training time. Raise ArgumentError if it is not above 0 and at most 1."""
+    """Check a fraction of the training time. Raise ArgumentError unless the value is above 0 and at most 1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
         raise ArgumentError(
             f"max_overhead must be a fraction of the training time, above 0 and at most 1, got {value!r}"
@@ -232,7 +232,7 @@ def check_reduce(reduce: object) -> None:
 
 
 def ends_window(reduce: Reduce, step: int) -> bool:
-    """Return True if a record is complete after the 0-based step; a step never completes the record of an epoch.
+    """Return True if a record is complete after the 0-based step. Always False with ``reduce="epoch"``.
 
     Example:
         >>> [step for step in range(8) if ends_window(4, step)]

@@ -26,7 +26,7 @@ from lightning_recorder.names import closest_names, compile_glob
 __all__ = ["SelectedModules", "Selection", "is_of_types"]
 
 
-# The name of the root in tags; its real name is empty.
+# The name of the root in tags. The module name of the root is empty.
 _ROOT = "(root)"
 
 
@@ -40,12 +40,12 @@ class Selection:
     every module called ``attn``.
 
     Indices, labels and depths refer to ``named_modules()``: the root comes first, and each module occurs once. A module
-    that is registered under several names has the position of the first one. Wrappers, such as those of
+    that is registered under several names has the position of its first name. Wrapper modules, as from
     ``torch.compile``, have neither names nor positions.
 
     A ``ModuleList`` or ``ModuleDict`` is never called itself. If it is selected by name, index or label, its entries
-    are selected instead; depths, types and predicates ignore it. The root is selected only by its index, label or
-    depth, by a predicate, or by the name ``""``; globs and types alone exclude it.
+    are selected instead. Depths, types and predicates ignore it. The root is selected only by its index, label or
+    depth, by a predicate, or by the name ``""``. Globs and types alone do not select it.
 
     If nothing or only ``exclude`` is given, the selection is every leaf of the tree and every other module that owns
     parameters, without the root and without torchmetrics metrics. A module owns the parameters that are registered on
@@ -54,14 +54,14 @@ class Selection:
     Args:
         names: Names or globs; a module is selected if any of them matches.
         types: Classes, or class names such as ``"Linear"`` or ``"torch.nn.Linear"``; subclasses match too.
-        exclude: Names or globs of modules to exclude, by any of their names. A pattern here may match nothing.
+        exclude: Names or globs of modules to exclude, by any of their names. A pattern may match nothing.
         indices: Positions in ``enumerate(module.modules())``, starting at 0 for the root.
         labels: Pairs ``(depth, idx)``: the ``idx``-th module at that depth, starting at 1. Labels of a
             :class:`~lightning_recorder.RecordedNet` count calls, not modules; ``net.labels[label]`` is a name.
-        depth: Nesting depths: 0 is the root, 1 its children. The entries of a ``ModuleList`` are one deeper than the
-            list.
-        predicate: A function that takes a module's name and the module and returns True to record it, or its dotted
-            import path, such as ``"mypackage.mymodule.is_wanted"``. It runs after all other criteria except
+        depth: Nesting depths: 0 is the root, 1 its children. The entries of a ``ModuleList`` are one level deeper than
+            the list.
+        predicate: A function that takes the name and the module and returns True to select the module, or the import
+            path of such a function, as in ``"mypackage.mymodule.is_wanted"``. It runs after all other criteria except
             ``exclude``, once for each module that meets them.
 
     Raises:
@@ -69,8 +69,8 @@ class Selection:
             predicate cannot be imported or called.
 
     Note:
-        Each argument takes one entry or several. Every selection can be written in YAML with strings, integers and
-        lists of them.
+        Each argument takes one entry or several entries. Every selection can be written in YAML with strings, integers
+        and lists of them.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
@@ -99,7 +99,7 @@ class Selection:
     predicate: Callable[[str, nn.Module], bool] | str | None = None
 
     def __post_init__(self) -> None:
-        # Normalized once, so that equal selections compare equal.
+        # Normalize the fields, so that equal selections compare equal.
         for field in _ENTRIES:
             object.__setattr__(self, field, _entries(field, getattr(self, field)))
         object.__setattr__(self, "predicate", _imported(self.predicate))
@@ -112,9 +112,9 @@ class Selection:
 
         Raises:
             ArgumentError: If ``module`` is not a module.
-            SelectionError: If nothing is selected, if a single name or glob matches nothing, if there is no module at
-                an index or label, or if the predicate raises. The message has the closest names, or names the argument
-                that left nothing.
+            SelectionError: If nothing is selected, if any name or glob matches nothing, if there is no module at an
+                index or label, or if the predicate raises. The message has the closest names, or names the argument
+                that excluded all remaining modules.
         """
         if not isinstance(module, nn.Module):
             raise ArgumentError(f"resolve() takes a torch.nn.Module, got {type(module).__name__}")
@@ -131,12 +131,12 @@ class Selection:
 
     @property
     def _is_placed(self) -> bool:
-        """True if an argument is given that can select the root."""
+        """True if an argument is set that can select the root."""
         return any(given is not None for given in (self.indices, self.labels, self.depth, self.predicate))
 
     @property
     def is_default(self) -> bool:
-        """True if no argument selects modules; ``exclude`` may still be given."""
+        """True if no argument selects modules. ``exclude`` may be set."""
         return self.names is None and self.types is None and not self._is_placed
 
     def _candidates(self, tree: _Tree) -> dict[str, nn.Module]:
@@ -163,7 +163,7 @@ class Selection:
 
     def _criteria(self, tree: _Tree) -> Iterator[tuple[str, Callable[[str, nn.Module], bool]]]:
         """Yield each criterion other than the names, with the name of its argument."""
-        given = vars(self)  # normalized, which the field annotations do not express
+        given = vars(self)  # the normalized values, whose types the field annotations do not express
         if given["indices"] is not None:
             indexed = tree.at_indices(given["indices"])
             yield "indices", lambda name, each: each in indexed
@@ -189,7 +189,7 @@ class Selection:
             raise SelectionError(f"the predicate failed for module {name!r}: it {raised}") from error
 
     def _nothing_left(self, field: str, tree: _Tree, chosen: dict[str, nn.Module]) -> str:
-        """Return a message that a criterion excludes all remaining modules, with values that would match."""
+        """Return an error message for a criterion that excludes all remaining modules, with values that would match."""
         given = getattr(self, field)
         if field == "types":
             wanted = ", ".join(kind if isinstance(kind, str) else kind.__name__ for kind in given)
@@ -209,8 +209,8 @@ class Selection:
 class SelectedModules(dict[str, nn.Module]):
     """The modules chosen by a selection, by name. Printing them shows one line per module.
 
-    The printed count covers all modules of the model, including the root. A module that calls no other is shown with
-    its arguments, and one that is registered under several names with its other names.
+    The printed count covers all modules of the model, including the root. A module that calls no other module is shown
+    with its arguments. A module with several names is shown with its other names.
 
     Args:
         modules: The selected modules by name.
@@ -283,17 +283,17 @@ class _Tree:
     def check_types(self, types: Iterable[type[nn.Module] | str]) -> None:
         """Raise if a class name is probably misspelled.
 
-        A class that the model does not have is allowed, since one selection may serve several models.
+        A class that the model does not contain is allowed, since one selection may be used for several models.
 
         Raises:
-            SelectionError: If no module has a class of that name, torch has none, and the model has one with a similar
-                name.
+            SelectionError: If neither the model nor torch has a class of this name, but the model has a class with a
+                similar name.
         """
         present = {base.__name__ for each in self.names for base in type(each).__mro__ if issubclass(base, nn.Module)}
         for kind in types:
             if not isinstance(kind, str) or hasattr(nn, kind) or any(_is_a(each, kind) for each in self.names):
                 continue
-            # Class names share words: MyLayer is not a misspelled LayerNorm.
+            # A high threshold, because class names share words: MyLayer is not a misspelled LayerNorm.
             meant = closest(kind.rpartition(".")[2], sorted(present), similarity=0.8)
             if meant:
                 classes = ", ".join(sorted({type(each).__name__ for each in self.names}))
@@ -355,7 +355,7 @@ def _is_label(entry: object) -> bool:
     return isinstance(entry, tuple) and len(entry) == 2 and _is_count(entry[0]) and _is_count(entry[1], 1)
 
 
-# The expected entries of each argument that takes one or several: a description and a check of one entry.
+# The expected entries of each argument: a description, and a function that checks one entry.
 _NAMES = ("module names or globs", lambda entry: isinstance(entry, str))
 _ENTRIES: dict[str, tuple[str, Callable[[object], bool]]] = {
     "names": _NAMES,
@@ -368,7 +368,7 @@ _ENTRIES: dict[str, tuple[str, Callable[[object], bool]]] = {
 
 
 def _entries(field: str, value: object) -> tuple[Any, ...] | None:
-    """Return the checked entries of a field that takes one or several."""
+    """Check the entries of a field, one or several, and return them as a tuple."""
     if value is None:
         return None
     expected, is_allowed = _ENTRIES[field]
@@ -384,7 +384,7 @@ def _entries(field: str, value: object) -> tuple[Any, ...] | None:
 
 
 def _given(field: str, entry: object) -> str:
-    """Return a wrong entry as shown in a message, with the replacement for a module or a class."""
+    """Return a wrong entry as shown in a message. For a module or a class, add what to pass instead."""
     if isinstance(entry, nn.Module):
         kind = type(entry).__name__
         if field == "types":
@@ -403,7 +403,7 @@ def _is_several(value: object) -> TypeGuard[Iterable[Any]]:
 
 
 def _pairs(value: object) -> tuple[Any, ...]:
-    """Return labels as tuples, since YAML has only lists; a pair of integers is one label."""
+    """Return labels as tuples, since YAML only has lists. A pair of integers is a single label."""
     if not _is_several(value):
         return (value,)
     entries = [tuple(entry) if _is_several(entry) else entry for entry in value]
@@ -411,7 +411,7 @@ def _pairs(value: object) -> tuple[Any, ...]:
 
 
 def _imported(predicate: object) -> object:
-    """Return the predicate, imported first if it is given by its import path."""
+    """Return the predicate. If it is an import path, import the predicate first."""
     predicate = imported("predicate", predicate)
     if predicate is not None:
         check_callable("predicate", predicate, "name, module", " or its import path")
@@ -431,7 +431,7 @@ def is_of_types(module: nn.Module, types: type[nn.Module] | str | Iterable[type[
 def _is_a(module: nn.Module, kind: type[nn.Module] | str) -> bool:
     if isinstance(kind, type):
         return isinstance(module, kind)
-    # Compared with the name of every base, so that FSDP's ``FSDPLinear`` is still a ``Linear``.
+    # Compare the names of all base classes, so that FSDP's ``FSDPLinear`` counts as a ``Linear``.
     return any(
         kind in (base.__name__, f"{base.__module__}.{base.__qualname__}", _public_name(base))
         for base in type(module).__mro__

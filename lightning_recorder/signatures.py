@@ -1,4 +1,4 @@
-"""Errors about arguments, which name the class and suggest the intended argument."""
+"""Error messages for wrong arguments, which name the class and suggest the intended argument."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ _SYNONYMS = {
     "tensors": ("kinds", "what"),
     "dumps": ("dump", "save"),
 }  # fmt: skip
-"""The names that other packages use for each argument."""
+"""Names in other packages, mapped to the arguments of this package."""
 
 _PARTS = {
     "quantiles": ("statistics", 'statistics=[…, "quantile_0.99"]'),
 }
-"""Words for a part of another argument: the argument, and the code to write."""
+"""Names that correspond to part of another argument: this argument, and the code to write."""
 
 
 def with_checked_arguments(kind: Kind) -> Kind:
@@ -72,13 +72,14 @@ def with_checked_arguments(kind: Kind) -> Kind:
 def checked_arguments(init: Init) -> Init:
     """Decorate an ``__init__`` so that argument errors name the class and suggest the intended argument.
 
-    An argument whose default is a dataclass is a group of options. The class may list the fields of groups that it does
-    not use in a mapping ``_ignored``, from the name of a field to the code to write instead, which may be empty.
+    An argument whose default is a dataclass instance is a group of options. The class may have a mapping ``_ignored``
+    with the group fields that it does not use. It maps each field name to the code to write instead, or to an empty
+    string.
 
     Raises:
         UnknownArgumentError: If an argument does not exist, or if there are too many positional arguments.
-        ArgumentError: If a group has the wrong type or sets an unused field, or if ``init`` raises it. The message is
-            prefixed with the name of the class.
+        ArgumentError: If a group has the wrong type or sets an unused field, or if ``init`` raises this error. The
+            message is prefixed with the name of the class.
     """
     parameters = inspect.signature(init).parameters
     positional = [name for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD][1:]
@@ -104,11 +105,11 @@ def checked_arguments(init: Init) -> Init:
 
 
 def extended_arguments(base: type, options: type) -> Callable[[Init], Init]:
-    """Decorate an ``__init__`` with ``**options`` as :func:`checked_arguments` does, and show them in its signature.
+    """Decorate an ``__init__`` with ``**options`` like :func:`checked_arguments`, and show them in its signature.
 
     Args:
-        base: The base class that the options are passed to, which has their defaults.
-        options: The ``TypedDict`` with their names.
+        base: The base class to which the options are passed, which defines their defaults.
+        options: The ``TypedDict`` with the names of the options.
     """
 
     def decorate(init: Init) -> Init:
@@ -128,10 +129,10 @@ def extended_arguments(base: type, options: type) -> Callable[[Init], Init]:
 
 
 def described_like(other: type) -> Callable[[Kind], Kind]:
-    """Decorate a class whose docstring describes only the arguments that differ from those of another class.
+    """Decorate a class whose docstring omits the arguments that another class describes.
 
-    The other descriptions are copied, in the order of the signature, so that ``help``, the command line and the
-    reference show all arguments.
+    The omitted descriptions are copied from the other class, in the order of the signature, so that ``help``, the
+    command line and the reference show all arguments.
     """
 
     def decorate(kind: Kind) -> Kind:
@@ -146,7 +147,7 @@ def described_like(other: type) -> Callable[[Kind], Kind]:
 
 
 def check_names(kind: type, names: Iterable[str]) -> None:
-    """Raise UnknownArgumentError if a class has no argument of one of these names."""
+    """Raise UnknownArgumentError if a name is not an argument of a class."""
     known = _known(kind)
     unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
@@ -154,11 +155,11 @@ def check_names(kind: type, names: Iterable[str]) -> None:
 
 
 def with_replacements(replacements: Mapping[str, str]) -> Callable[[Function], Function]:
-    """Decorate a function so that an unknown argument is an error with the code to write instead.
+    """Decorate a function so that the error for an unknown argument has the code to write instead.
 
     Args:
-        replacements: The code for arguments of other libraries. If the function takes ``input_kwargs``, any other
-            argument may be meant for the model.
+        replacements: The code to write for arguments of other libraries. If the function takes ``input_kwargs``, the
+            error suggests to pass any other argument to the model.
 
     Raises:
         UnknownArgumentError: When the function is called with an unknown argument.
@@ -192,7 +193,7 @@ def with_replacements(replacements: Mapping[str, str]) -> Callable[[Function], F
 
 
 def _groups(parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
-    """Return the arguments whose default is an instance of a dataclass, with these defaults."""
+    """Return the default values that are dataclass instances, by the name of the argument."""
     return {name: each.default for name, each in parameters.items() if is_dataclass(each.default)}
 
 
@@ -217,7 +218,7 @@ def _known(kind: type) -> dict[str, inspect.Parameter]:
     """Return the arguments that a class accepts, including those that it passes to its base classes."""
     known: dict[str, inspect.Parameter] = {}
     for each in kind.__mro__:
-        # Reading the signature of a function in C takes longer than all others.
+        # Skip ``object``, because reading the signature of a C function takes longer than all others.
         if "__init__" in vars(each) and each is not object:
             found = list(inspect.signature(vars(each)["__init__"]).parameters.values())[1:]
             variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -226,7 +227,7 @@ def _known(kind: type) -> dict[str, inspect.Parameter]:
 
 
 def _elsewhere(kind: type, known: Mapping[str, inspect.Parameter]) -> dict[str, str]:
-    """Return the words that are no arguments of a class but parts of one, with the code to write."""
+    """Return names that are not arguments of a class but correspond to part of an argument, with the code to write."""
     found = {word: code for word, (argument, code) in _PARTS.items() if argument in known}
     for name, default in _groups(known).items():
         found |= {each.name: f"{name}={type(default).__name__}({each.name}=…)" for each in fields(default)}

@@ -25,15 +25,15 @@ from lightning_recorder.errors import ArgumentError
 
 __all__ = ["describe_unknown", "held_tensors", "ignore_unknown", "iter_tensors", "register_container"]
 
-# Beyond these limits an object is not a plausible output. A linked list of a thousand cells must not end in a
-# RecursionError, nor a nest of shared halves in an endless walk.
+# Beyond these limits, an object is not a plausible output. They prevent a RecursionError for a long linked list, and an
+# endless traversal of nested containers that share their entries.
 _MAX_DEPTH = 32
 _MAX_PARTS = 100_000
 
-# The number of attributes of an unknown object, and of entries of each, that are checked for tensors.
+# The maximum number of attributes of an unknown object, and of entries of each attribute, to check for tensors.
 _MAX_LOOKS = 100
 
-# The levels of objects and containers around a tensor that an unknown object holds.
+# The maximum nesting depth of a tensor inside an unknown object.
 _MAX_NESTED = 6
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 
@@ -57,8 +57,8 @@ def iter_tensors(
         unknown: Called with the path, the object and ``None`` for each object that is ignored although it holds
             tensors, either as an attribute or in a list, tuple or dictionary in an attribute. The check runs no code of
             the object, and skips functions, classes and modules. Also called with the path, the object and the error
-            for each container that raises while it is traversed; it is then ignored.
-        deep: Also call ``unknown`` for objects that hold tensors inside of further objects; see :func:`held_tensors`.
+            for each container that raises while it is traversed. Such a container is ignored.
+        deep: Also call ``unknown`` for objects that hold tensors inside nested objects; see :func:`held_tensors`.
 
     Raises:
         Exception: Any error of a container while it is traversed, if ``unknown`` is not given.
@@ -82,14 +82,14 @@ def iter_tensors(
 def register_container(kind: type | str, parts: _Parts) -> None:
     """Register a class as a container, so that the tensors in its instances are found.
 
-    The registration applies to subclasses too, the nearest base first, and takes precedence over built-in support.
-    Registering a class again replaces the earlier registration.
+    The registration also applies to subclasses, and takes precedence over built-in support. If several base classes are
+    registered, the nearest base class is used. Registering a class again replaces the earlier registration.
 
     Args:
-        kind: The class; or its name, with or without its module, to avoid importing it.
+        kind: The class, or its name to avoid importing it, with or without its module.
         parts: A function that takes a value and returns pairs of a suffix and a part. The suffix is the path from the
-            value to the part, such as ``".keys"`` or ``"[0]"``; it must be unique and the same at every step. A part is
-            a tensor or a value that may contain some. If the function raises, no part of the value is found; see
+            value to the part, such as ``".keys"`` or ``"[0]"``. It must be unique and the same at every step. A part is
+            a tensor or a value that may contain tensors. If the function raises, no tensors of the value are found; see
             :func:`iter_tensors`.
 
     Raises:
@@ -136,11 +136,11 @@ def describe_unknown(name: str, path: str, value: object, error: Exception | Non
 
 
 def ignore_unknown(path: str, value: object, error: Exception | None) -> None:
-    """Skip a container that cannot be searched; the ``unknown`` of callers that need no complete list."""
+    """Ignore an object that cannot be traversed: an ``unknown`` for callers that do not need all tensors."""
 
 
 class _Walk:
-    """One traversal of a value, with the number of parts that it may still visit."""
+    """One traversal of a value, with the remaining number of parts to visit."""
 
     def __init__(self, unknown: _Unknown | None, holds_tensors: Callable[[object], object]) -> None:
         self._unknown = unknown
@@ -149,11 +149,11 @@ class _Walk:
 
     def through(self, value: Any, path: str, around: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors in a value; ``around`` has the ids of the containers that enclose it."""
-        # Not isinstance, which also consults the value's own ``__class__``.
+        # Not isinstance, which would also read the value's own ``__class__``.
         if issubclass(type(value), Tensor):
             yield path, value
             return
-        # Break cycles: a container is entered once on each path.
+        # Break cycles by not entering a container inside itself.
         if value is None or len(around) == _MAX_DEPTH or id(value) in around:
             return
         for part_path, part in self._parts(value, path):
@@ -168,8 +168,7 @@ class _Walk:
         try:
             parts = _parts_of(kind)
             if parts is not None:
-                # Collected eagerly, so that a container that raises half-way yields no parts, not a varying number of
-                # them.
+                # Collect eagerly, so that a container that raises half-way yields no parts instead of a varying number.
                 return [(path + suffix, part) for suffix, part in islice(parts(value), self._left + 1)]
             if self._unknown is not None and self._holds_tensors(value):
                 self._unknown(path, value, None)
@@ -211,11 +210,11 @@ def _attributes(*names: str) -> _Parts:
 
 
 def _stored(value: Any, name: str) -> Any:
-    """Return an attribute, or ``None`` if it is unset. Runs no code of the class for one that the instance stores."""
+    """Return an attribute, or ``None`` if it is unset. Reading an attribute of the instance runs no user code."""
     kind: Any = type(value)
     if kind.__getattribute__ is object.__getattribute__:
         found = _class_attribute(kind, name)
-        if type(found) is not MemberDescriptorType and not hasattr(type(found), "__set__"):  # a property has one, too
+        if type(found) is not MemberDescriptorType and not hasattr(type(found), "__set__"):  # also excludes properties
             stored = getattr(value, "__dict__", {})
             if name in stored:
                 return stored[name]
@@ -235,7 +234,7 @@ def _class_attribute(kind: type, name: str) -> Any:
 
 
 class _NoWrites(TorchDispatchMode):
-    """Refuses writes into tensors that existed before."""
+    """A dispatch mode that refuses writes to tensors created before it was entered."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotations there
@@ -260,7 +259,7 @@ def _memory(value: object) -> int | None:
 
 @contextmanager
 def _foreign_code() -> Iterator[None]:
-    """Let code of the user that the training does not call draw no number of the training and change no tensor."""
+    """Protect the training from user code that only the recorder runs: its random numbers and its tensors."""
     numpy: Any = sys.modules.get("numpy")
     python, legacy = random.getstate(), None if numpy is None else numpy.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
@@ -274,13 +273,13 @@ def _foreign_code() -> Iterator[None]:
 
 
 def _listed(parts: Callable[[Any], Iterable[Any]], value: Any) -> list[Any]:
-    """Return the parts that code of the user yields, as a list, with the random numbers as they were before."""
+    """Return the parts that user code yields, as a list. Random number generators and tensors do not change."""
     with _foreign_code():
         return list(islice(parts(value), _MAX_PARTS))
 
 
 def _entries(value: Any) -> Iterator[tuple[str, Any]]:
-    # The classes of Python are read without the methods of a subclass. Those of others may draw random numbers.
+    # Read subclasses of Python's containers without their own methods, which may draw random numbers.
     own = next((kind.__iter__ for kind in (list, tuple, deque) if issubclass(type(value), kind)), None)
     entries = _listed(iter, value) if own is None else own(value)
     return ((f"[{index}]", part) for index, part in enumerate(entries))
@@ -288,18 +287,18 @@ def _entries(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _items(value: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     seen: Counter[str] = Counter()
-    # An ordered dictionary has an order of its own.
+    # OrderedDict comes first, because its order is separate from that of dict.
     own: Any = next((kind.items for kind in (OrderedDict, dict) if issubclass(type(value), kind)), None)
     for key, part in _listed(lambda each: each.items(), value) if own is None else own(value):
         suffix = _key(key)
         seen[suffix] += 1
-        # Unequal keys can have the same text.
+        # Number keys that differ but have the same text.
         yield suffix if seen[suffix] == 1 else f"{suffix}#{seen[suffix]}", part
 
 
 def _key(key: object) -> str:
     if isinstance(key, str):
-        text = str.__str__(key)  # formatting of string enums depends on the Python version
+        text = str.__str__(key)  # because the formatting of string enums depends on the Python version
         return f".{text}" if text.isidentifier() else f"[{text!r}]"
     if isinstance(key, Enum):
         text = f"{type(key).__name__}.{key.name}"
@@ -308,7 +307,7 @@ def _key(key: object) -> str:
     else:
         with _foreign_code():
             text = repr(key)
-    # The address of an object differs in each run.
+    # Remove addresses of objects, which differ between runs.
     return f"[{re.sub(' at 0x[0-9A-Fa-f]+', '', text)}]"
 
 
@@ -316,8 +315,8 @@ _PLAIN_KEYS = (int, float, bool, bytes, type(None))
 
 
 def _cache(value: Any) -> Iterable[tuple[str, Any]]:
-    # In transformers 5 a cache has a list of layers; early releases of 4 have a list of keys and one of values. In
-    # between, the latter two were properties in addition to the layers, so the layers are checked first.
+    # In transformers 5, a cache has a list of layers. In early releases of 4, it has a list of keys and a list of
+    # values. In releases between, it has layers, and both lists are properties, so check the layers first.
     has_layers = _stored(value, "layers") is not None
     return _attributes(*(["layers"] if has_layers else ["key_cache", "value_cache"]))(value)
 
@@ -326,15 +325,15 @@ def _graph(value: Any) -> Iterable[tuple[str, Any]]:
     return _items(dict(_listed(lambda graph: graph.to_dict().items(), value)))
 
 
-# The fields of a cache layer are None before its first call; the last two belong to linear attention.
+# The fields of a cache layer, which are None before its first call. The last two belong to linear attention.
 _CACHE_LAYER = _attributes("keys", "values", "indexer_keys", "conv_states", "recurrent_states")
 
 _REGISTERED: dict[type | str, _Parts] = {}
 _BUILT_IN: dict[type | str, _Parts] = {
-    # The other three fields are lengths and permutations, not activations.
+    # The other three fields of a PackedSequence are lengths and permutations, not activations.
     PackedSequence: _attributes("data"),
-    # By name, since transformers may not be installed. Models with their own code have copies of the first three;
-    # ``Cache`` is qualified because other libraries use that name too.
+    # By name, since transformers may not be installed. The first three have no module, since models with custom code
+    # have copies of them. ``Cache`` has a module, since other libraries use the same name.
     "DynamicCache": _cache,
     "StaticCache": _cache,
     "EncoderDecoderCache": _attributes("self_attention_cache", "cross_attention_cache"),
@@ -347,7 +346,7 @@ _BUILT_IN: dict[type | str, _Parts] = {
 
 # Detection of ignored objects that hold tensors.
 
-# These may refer to tensors without being containers, or belong to a model.
+# Objects of these classes may refer to tensors without being containers, or belong to a model.
 _NO_CONTAINERS = (nn.Module, type, FunctionType, MethodType, partial)
 
 _CONTENTS: dict[type, Callable[[Any], Iterable[Any]]] = {
@@ -380,7 +379,7 @@ def held_tensors(value: object) -> list[Tensor]:
         each, depth = todo.pop()
         kind: type = type(each)
         if issubclass(kind, Tensor):
-            found[id(each)] = each  # type: ignore[assignment]  # not isinstance; see _Walk
+            found[id(each)] = each  # type: ignore[assignment]  # class checked without isinstance; see _Walk
         elif id(each) not in seen and depth < _MAX_NESTED and not issubclass(kind, _NO_CONTAINERS):
             seen.add(id(each))
             read = next((read for known, read in _CONTENTS.items() if issubclass(kind, known)), None)

@@ -1,4 +1,4 @@
-"""The environment variable ``LIGHTNING_RECORDER``, which turns recording on and off without a change to a program."""
+"""The environment variable ``LIGHTNING_RECORDER``, which turns recording on and off without changing a program."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ VARIABLE = "LIGHTNING_RECORDER"
 """The name of the variable."""
 
 FACTORY_GROUPS = ("lightning.pytorch.callbacks_factory", "pytorch_lightning.callbacks_factory")
-"""The groups of entry points from which Lightning, under each of its names, adds callbacks to every Trainer."""
+"""The entry-point groups from which Lightning adds callbacks to every Trainer, one for each of its package names."""
 
 CHECK_ONLY = "check-only"
-"""The value that ends a program after the check of its first training step."""
+"""The value that checks the first training step of a program and then ends the program."""
 
 _OFF = ("off", "0", "false", "no")
 _ON = ("on", "1", "true", "yes")

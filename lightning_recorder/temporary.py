@@ -23,12 +23,12 @@ __all__ = ["TemporaryFolder", "copy_whole", "remove_leftovers", "write_bytes", "
 
 _SUFFIX = ".tmp"
 _PREFIX = ".lightning-recorder-"
-# Part of each name, since the locks of some network file systems (BeeGFS, Lustre with localflock) are per machine.
+# The host is part of each name, since locks are per machine on some network file systems (BeeGFS, Lustre localflock).
 _HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 _LOCK = "lock"
 _FOREIGN_AGE_S = 24 * 3600
 
-# Folders that each process has cleaned before its first write. To clean one again only takes the time to list it.
+# Folders that each process has cleaned before its first write. Cleaning a folder again only takes the time to list it.
 _cleaned: set[tuple[int, Path]] = set()
 _MOST_CLEANED = 32
 
@@ -36,8 +36,8 @@ _MOST_CLEANED = 32
 class TemporaryFolder:
     """A folder for temporary files.
 
-    It is removed by :meth:`remove`, at the end of a ``with`` block, or when the process exits. If the process is
-    killed, the next process that creates a temporary folder in the same place removes it.
+    The folder is removed by :meth:`remove`, at the end of a ``with`` block, or when the process exits. If the process
+    is killed, the next process that creates a temporary folder in the same parent folder removes it.
 
     Args:
         parent: The parent folder; by default the system's temporary folder, ``$TMPDIR`` or ``/tmp``.
@@ -47,8 +47,8 @@ class TemporaryFolder:
 
     Note:
         A live process holds a lock on its folder, which the operating system releases when the process ends for any
-        reason. Unlike a process id, a lock is not reused and is valid across containers. Windows has no such locks: the
-        files of a killed process stay there.
+        reason. Unlike a process id, a lock is not reused and is valid across containers. Windows has no such locks, so
+        the files of a killed process remain.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
@@ -69,18 +69,18 @@ class TemporaryFolder:
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file atomically: it appears under its name only when it is complete.
+    """Write a file atomically, so that it appears under its name only when it is complete.
 
-    The data are first written under a temporary name in the same folder. Before the first file that a process writes to
-    a folder, the temporary files of killed processes are removed from it.
+    The data are first written under a temporary name in the same folder. Before a process writes its first file to a
+    folder, it removes temporary files of killed processes from the folder.
 
-    An existing file is replaced; its folder must exist. ``write`` is called with the temporary file, open for writing.
+    The folder must exist. An existing file is replaced. ``write`` is called with the temporary file, open for writing.
 
     Raises:
         OSError: If the file cannot be written. An existing file is left unchanged.
     """
     if (os.getpid(), path.parent) not in _cleaned:
-        if len(_cleaned) >= _MOST_CLEANED:  # a process may fit many times, each time in other folders
+        if len(_cleaned) >= _MOST_CLEANED:  # bounds the set, because a process may run many fits in different folders
             _cleaned.clear()
         _cleaned.add((os.getpid(), path.parent))
         remove_leftovers(path.parent)
@@ -91,7 +91,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
             file.flush()
             if sys.platform == "win32":
                 file.close()  # Windows cannot rename an open file
-            # Renamed before the lock is released, so that no other process removes the file in between.
+            # Rename before the lock is released, so that no other process removes the file in between.
             temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -146,7 +146,7 @@ def _remove_if_dead(path: Path) -> None:
 
 
 def _make(parent: Path, *, is_folder: bool = False) -> tuple[Path, BinaryIO]:
-    """Create a temporary file, or a folder with a lock file; return its path and the file, open and locked."""
+    """Create a temporary file, or a folder with a lock file. Return its path and the open, locked file."""
     while True:
         path = parent / f"{_PREFIX}{_HOST}-{uuid.uuid4().hex}{_SUFFIX}"
         lock = path
@@ -161,15 +161,15 @@ def _make(parent: Path, *, is_folder: bool = False) -> tuple[Path, BinaryIO]:
             raise
         if sys.platform == "win32":
             return path, file
-        if not _lock(file, wait=True):  # no locks on this file system; no other process touches this name
+        if not _lock(file, wait=True):  # without locks on this file system, no other process uses this name
             return path.rename(path.with_name(f".{path.name.removeprefix(_PREFIX)}")), file
         if lock.exists():
             return path, file
-        file.close()  # another process removed it before it was locked
+        file.close()  # another process removed the file before it was locked
 
 
 def _lock(file: BinaryIO, *, wait: bool = False) -> bool:
-    """Lock a file until it is closed; return False if that fails, or if it is held elsewhere and ``wait`` is False."""
+    """Lock a file until it is closed. Return False if this fails, or if it is locked elsewhere and not ``wait``."""
     if sys.platform == "win32":
         return False
     import fcntl
@@ -193,7 +193,7 @@ def _remove_own(path: Path, lock: BinaryIO, pid: int) -> None:
 
 
 def _remove_tree(folder: Path) -> None:
-    """Remove a folder, its lock last, so that the rest is recognized as a leftover if this process is killed."""
+    """Remove a folder. Its lock is removed last, so that a partly removed folder is recognized as a leftover."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -20,10 +20,10 @@ __all__ = ["RecorderTab"]
 
 _NAME = "lightning_recorder"
 _RECORDER = "recorder"
-_DEEPEST = 8  # folder levels that are searched, as by open_recording
-_PAUSE_S = 15.0  # between two searches for a first recording
-# The address of TensorBoard has the place on the page, so that it can be copied, and TensorBoard keeps what begins with
-# "p.". The page changes its own address without an event, which is why it is compared.
+_DEEPEST = 8  # number of folder levels to search, as in open_recording
+_PAUSE_S = 15.0  # pause between two searches for a first recording
+# TensorBoard's URL contains the position on the page, so that a copied URL leads to the same position. TensorBoard
+# keeps URL parameters with the prefix "p.". The page changes its own URL without an event, so the script compares URLs.
 _SCRIPT = """\
 const START = "#lightning_recorder", PLACE = "p.lightning_recorder.place";
 const asked = () => parent.location.hash.startsWith(START)
@@ -57,7 +57,7 @@ export async function render() {
 
 
 class RecorderTab(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard has no types
-    """Shows the page of the runs below TensorBoard's ``--logdir``."""
+    """The TensorBoard plugin that shows the page of the runs below ``--logdir``."""
 
     plugin_name = _NAME
 
@@ -69,7 +69,7 @@ class RecorderTab(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard ha
 
     @override
     def is_active(self) -> bool:
-        """Return True if there is a recording below the log folder; looks for one at most every 15 s."""
+        """Return True if there is a recording below the log folder. Searches at most every 15 s."""
         if not self._found and self._logdir and time.monotonic() - self._searched > _PAUSE_S:
             self._found = _has_recording(self._logdir)
             self._searched = time.monotonic()
@@ -98,7 +98,7 @@ class RecorderTab(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard ha
                 return Response(page.site(dict(request.args.lists())), content_type="text/plain")
             text = page.text(names, request.args.get("after", ""))
             return Response(status=204) if text is None else Response(text, content_type="text/plain")
-        except Exception as error:  # noqa: BLE001 - a browser gets the reason, and the next request may succeed
+        except Exception as error:  # noqa: BLE001 - show the reason in the browser; the next request may succeed
             reason = describe_error(error).encode(errors="replace")
             return Response(reason, status=500, content_type="text/plain")
 

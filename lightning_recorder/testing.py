@@ -30,22 +30,22 @@ def assert_same(
     """Assert that a run has the same statistics as a reference.
 
     Args:
-        run: The run: its ``log_dir``, or what :func:`~lightning_recorder.open_recording` returns for it.
+        run: The ``log_dir`` of the run, or the result of :func:`~lightning_recorder.open_recording`.
         reference: The run to compare with.
         rtol: The relative tolerance; see :class:`~lightning_recorder.recordings.Tolerance`.
         atol: The absolute tolerance.
-        exact: If True, all statistics and histograms must be equal to the bit.
+        exact: If True, all statistics and histograms must be bitwise equal.
         recorder: The label of the only recorder to compare.
         stage: The only stage to compare.
-        names: Rules such as ``"model.layers.*=blocks.*"`` that map module names of the reference to those of the run.
-        noise: Further runs of the configuration of the reference. A difference within their spread is accepted.
+        names: Rules such as ``"model.layers.*=blocks.*"`` that map module names of the reference to names of the run.
+        noise: Additional runs with the configuration of the reference. Differences within their spread are accepted.
 
     Returns:
-        The comparison; the reference is its first run.
+        The comparison, whose first run is the reference.
 
     Raises:
-        AssertionError: If the runs differ, or if there is nothing to compare. The message has the cause, where it is
-            known, the first site that differs, and the sites that differ most.
+        AssertionError: If the runs differ, or if there is nothing to compare. The message has the cause, if known, the
+            first site that differs, and the sites that differ most.
         ArgumentError: If an argument is wrong.
         DumpError: If nothing was recorded, or if a file cannot be read.
 

@@ -23,7 +23,7 @@ def read_json(path: Path) -> Any:
     """Return the contents of a JSON file.
 
     Raises:
-        DumpError: If the file is damaged; names the file and the reason.
+        DumpError: If the file is damaged. The message names the file and the reason.
         FileNotFoundError: If there is no such file.
     """
     try:
@@ -37,12 +37,12 @@ def read_json(path: Path) -> Any:
 
 
 def check_fields(made: Any) -> None:
-    """Raise if a field of a data class has a value of another type than its annotation.
+    """Raise if the value of a dataclass field does not have the annotated type.
 
-    Integers must fit into 64 bits and other numbers must be finite, so that whatever follows can compute with them.
+    Integers must fit into 64 bits and other numbers must be finite, so that later computations do not fail.
 
     Raises:
-        TypeError: Names the class and the field.
+        TypeError: If a value has the wrong type. The message names the class and the field.
     """
     kind: Any = type(made)
     for name, check in _checks(kind):
@@ -56,7 +56,7 @@ def is_whole(value: object) -> bool:
 
 
 def is_finite(value: object) -> bool:
-    """Return True for a number that is finite as a float."""
+    """Return True for a number whose float value is finite."""
     return is_whole(value) or (type(value) is float and math.isfinite(value))
 
 

@@ -1,6 +1,6 @@
-"""Torch functions and batches as sites: the functions that can be recorded, their taps, and their places in a graph.
+"""Torch functions and batches as sites: which functions can be recorded, their taps, and their sites in a graph.
 
-Each name is loaded on first use, so that the names of functions do not import torch.
+Each name is loaded on first use, so that the names of functions are available without importing torch.
 """
 
 from lightning_recorder.lazy import attach_stub

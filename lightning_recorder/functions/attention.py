@@ -1,4 +1,4 @@
-"""The scores inside of attention, from a sample of its queries."""
+"""The attention scores of a sample of the queries."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from lightning_recorder.reductions.scores import HEAD_SLOTS, slots_of_scores
 __all__ = ["HIDDEN", "MOST_QUERIES", "MOST_SAMPLES", "Scores", "scores_of_call"]
 
 MOST_SAMPLES, MOST_QUERIES = 4, 8
-"""The number of samples of a batch and of queries of a sequence whose scores are computed."""
+"""The maximum numbers of samples per batch and of queries per sequence whose scores are computed."""
 
 HIDDEN = -5000.0
-"""A key with this score or mask, or a smaller one, gets no attention: masks have -10000, the least number, or -inf."""
+"""Keys with a score or mask up to this value are masked. Masks use -10000, the lowest number of the dtype, or -inf."""
 
-_MOST_SCORES = 1 << 22  # 16 MiB, of which there are a few copies
-_MOST_VALUES = 64  # keys of a sample whose values are read
+_MOST_SCORES = 1 << 22  # 16 MiB; a few copies exist at a time
+_MOST_VALUES = 64  # keys per sample whose value vectors are read
 
 
 class Scores(NamedTuple):
     """The scores of one call.
 
     Args:
-        largest: The largest score of each query and head that may attend a key, otherwise zero.
+        largest: The largest score of each query and head; zero for a query that may not attend to any key.
         block: The numbers of each head, ``[24, heads]``; see ``HEAD_SLOTS``.
     """
 
@@ -45,14 +45,14 @@ class _Sample(NamedTuple):
 
     Args:
         scores: The scores with the mask, ``[samples, heads, queries, keys]`` float32.
-        hidden: True for keys that may not be attended, of a shape that broadcasts to that of the scores; None if there
-            are none.
+        hidden: True for masked keys, broadcastable to the shape of the scores; None if no key is masked.
         rows: The positions of the queries, ``[queries]``.
         is_own: True if queries and keys have the same positions.
         is_masked: True if the call has a mask.
-        values: The values of some keys, ``[samples, key heads, keys, features]``; None if they are unknown.
-        alike: The cosine of each query and the key of the same position, ``[samples, heads, queries]``; None likewise.
-        each_sample: The sample is every n-th one of the batch.
+        values: The value vectors of some keys, ``[samples, key heads, keys, features]``; None if unknown.
+        alike: The cosine of each query and the key of the same position, ``[samples, heads, queries]``; None if
+            unknown.
+        each_sample: The step between two samples of the batch: every n-th sample is read.
     """
 
     scores: Tensor
@@ -68,26 +68,26 @@ class _Sample(NamedTuple):
 def scores_of_call(
     name: str, module: nn.Module | None, args: Sequence[Any], kwargs: Mapping[str, Any], paddings: Sequence[Tensor] = ()
 ) -> Scores | None:
-    """Return the scores of a call of a function; None if it is no attention or cannot be read.
+    """Return the attention scores of a function call; None if the call is not attention or cannot be read.
 
-    At most four samples of a batch and eight queries of a sequence are read, evenly spaced. The scores are computed
-    again in float32 from queries and keys, or read where the function gets them, as a softmax does.
+    At most four samples of a batch and eight queries of a sequence are read, evenly spaced. The scores are recomputed
+    in float32 from queries and keys, or read from the arguments if the function is a softmax.
 
     Args:
         name: The name of the function.
-        module: The module that calls it.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        paddings: True for the padding in the tokens of the model, ``[samples, positions]`` each.
+        module: The module that calls the function.
+        args: The positional arguments of the call.
+        kwargs: The keyword arguments of the call.
+        paddings: Masks of the padding in the token inputs of the model, ``[samples, positions]`` each.
 
     Note:
-        Nothing waits for the device, and nothing is kept. Autograd must be disabled by the caller.
+        Does not synchronize the device, and keeps no tensors alive. The caller must disable autograd.
     """
     read = _READERS.get(name)
     if read is None:
         return None
     tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-    # Subclasses have values of their own kind; values of a tensor without a device are unknown.
+    # Tensor subclasses may represent their values differently, and meta tensors have no values.
     if not tensors or any(type(each) not in (Tensor, nn.Parameter) for each in tensors):
         return None
     if any(each.is_nested or each.is_meta or each.is_sparse for each in tensors):
@@ -102,7 +102,7 @@ def scores_of_call(
 
 
 def _padding_of(sample: _Sample, paddings: Sequence[Tensor]) -> Tensor | None:
-    """Return True for the keys of a sample that are padding, ``[samples, keys]``; None if that is unknown."""
+    """Return a mask of the keys of a sample that are padding, ``[samples, keys]``; None if unknown."""
     found = (each[:: sample.each_sample] for each in reversed(paddings) if each.device == sample.scores.device)
     shape = len(sample.scores), sample.scores.shape[-1]
     return next((each for each in found if sample.is_own and each.shape == shape), None)
@@ -129,8 +129,8 @@ def _scores(sample: _Sample, padding: Tensor | None = None) -> Scores:
     if hidden is not None:
         deviations.masked_fill_(hidden, 0.0)
     largest = shown.amax(-1)
-    # Of each query that sees two keys, [samples, heads, queries]. All are summed together, because an operation takes
-    # longer than its arithmetic.
+    # Numbers of each query that may attend to two keys, [samples, heads, queries]. All are summed in one operation,
+    # because the overhead of an operation exceeds its arithmetic.
     each_query = {
         "queries": torch.ones_like(entropy),
         "entropy": entropy,
@@ -179,24 +179,24 @@ def _scores(sample: _Sample, padding: Tensor | None = None) -> Scores:
         found["valued"] = 1.0
     if sample.alike is not None:
         found["minus_least_alike"] = -sample.alike.amin((0, 2))
-    # Zero where nothing is seen, so that the statistics of the largest scores are finite.
+    # Zero for queries without visible keys, so that the statistics of the largest scores are finite.
     return Scores(torch.where(sees, largest, 0.0), slots_of_scores(HEAD_SLOTS, found, scores[0, :, 0, 0]))
 
 
 def _total(values: Tensor, counts: Tensor | None = None) -> Tensor:
-    """Return the sum over samples and queries, ``[heads]``, of the values that count."""
+    """Return the sum of the selected values over samples and queries, ``[heads]``."""
     return (values if counts is None else torch.where(counts, values, 0.0)).sum((0, 2), dtype=torch.float64)
 
 
 class _Places(NamedTuple):
-    """The samples and the queries that are read: every n-th one."""
+    """The samples and the queries to read: every n-th of each."""
 
     each_sample: int
     first: int
     each_query: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the chosen part of a tensor, ``[samples, heads, queries, …]``; dimensions of size 1 stay."""
+        """Return the chosen part of a tensor, ``[samples, heads, queries, …]``. Dimensions of size 1 are kept."""
         found = tensor[:: self.each_sample] if tensor.shape[0] > 1 else tensor
         return found[..., self.first :: self.each_query, :] if tensor.shape[-2] > 1 else found
 
@@ -205,7 +205,7 @@ class _Places(NamedTuple):
 
 
 def _places(samples: int, heads: int, queries: int, keys: int) -> _Places:
-    """Choose samples and queries, the last query among them. Unlike indices, slices need no copy to the device."""
+    """Choose samples and queries, including the last query. Slices, unlike indices, need no copy to the device."""
     for most_samples, most_queries in ((MOST_SAMPLES, MOST_QUERIES), (1, MOST_QUERIES), (1, 1)):
         if most_samples * most_queries * heads * keys <= _MOST_SCORES:
             break
@@ -260,7 +260,7 @@ def _of_fused(
 
 
 def _with_heads(tensor: Tensor, module: nn.Module | None) -> Tensor:
-    """Return a tensor as ``[samples, heads, positions, features]``. One of three dimensions may have both together."""
+    """Return a tensor as ``[samples, heads, positions, features]``. A 3-d tensor may combine samples and heads."""
     if tensor.dim() == 4:
         return tensor
     if tensor.dim() > 4:
@@ -275,13 +275,13 @@ _NAMES_OF_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "hea
 
 
 def _number_of_heads(module: nn.Module | None) -> int:
-    """Return the number of heads of a module whose tensors have samples and heads as one dimension; 1 if unknown."""
+    """Return the number of heads of a module whose tensors combine samples and heads in one dimension; 1 if unknown."""
     own = {} if module is None else module.__dict__
     return next((own[each] for each in _NAMES_OF_HEADS if type(own.get(each)) is int and own[each] > 0), 1)
 
 
 def _mask_with_heads(mask: Tensor, query: Tensor, module: nn.Module | None) -> Tensor | None:
-    """Return a mask with four dimensions that broadcast to those of the scores; None if it does not fit."""
+    """Return a mask in four dimensions, broadcastable to the scores; None if its shape does not fit."""
     if mask.dim() == 3 and mask.shape[0] not in (1, query.shape[1]):
         mask = mask.unflatten(0, (query.shape[0], -1)) if mask.shape[0] % query.shape[0] == 0 else mask
     elif mask.dim() > 4:
@@ -301,16 +301,16 @@ def _of_softmax(module: nn.Module | None, scores: Tensor, *args: Any, **kwargs: 
     places = _places(samples, heads, queries, keys)
     some = places.of(whole).float()
     hidden = some <= HIDDEN
-    # Attention without a mask is common, but to find out whether anything is hidden would wait for the device.
+    # Attention without a mask is common, but checking whether any key is masked would synchronize the device.
     rows = places.rows(queries, scores.device)
     return _Sample(some, hidden, rows, queries == keys, is_masked=False, each_sample=places.each_sample)
 
 
 def _is_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return True for a softmax over the last dimension of a product of queries and keys, perhaps with a mask.
+    """Return True for a softmax over the last dimension of a product of queries and keys, possibly masked.
 
-    A product of two tensors with a batch has a node of its own in the graph of autograd, unlike one with a weight.
-    Without gradients there is no such graph, and a softmax is no attention.
+    A batched product of two tensors is recognized by its node in the autograd graph, which differs from that of a
+    product with a weight. Without gradients there is no graph, so no softmax counts as attention.
     """
     scores = args[0] if args else kwargs.get("input", kwargs.get("self"))
     dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
@@ -335,7 +335,7 @@ _DEEPEST = 12
 
 
 def _is_product(node: Node | None) -> bool:
-    """Return True if some values come from a product of two tensors with a batch, through a scale, a mask or a cap."""
+    """Return True if values come from a batched product of two tensors, through a scale, a mask or a soft cap."""
     level = [] if node is None else [node]
     seen: set[Node] = set()
     for _ in range(_DEEPEST):
@@ -353,9 +353,9 @@ def _signature() -> inspect.Signature:
 
 
 def _of_module(module: nn.Module | None, *args: Any, **kwargs: Any) -> _Sample | None:
-    """Read ``multi_head_attention_forward``, which is ``nn.MultiheadAttention``, by projecting a sample once more.
+    """Read ``multi_head_attention_forward``, the function of ``nn.MultiheadAttention``, by projecting a sample again.
 
-    No function mode is active inside of it, so that its own projections are not seen.
+    No function mode is active inside this function, so its own projections cannot be observed.
     """
     given = _signature().bind(*args, **kwargs)
     given.apply_defaults()
@@ -373,7 +373,7 @@ def _of_module(module: nn.Module | None, *args: Any, **kwargs: Any) -> _Sample |
     each_sample = math.ceil(samples / MOST_SAMPLES)
     query, key, value = (each[:, ::each_sample] for each in (query, key, value))
     made = [F.linear(*each) for each in zip((query, key, value), weights, biases, strict=True)]
-    # Keys that all queries may attend come behind those of the sequence: a learned one, and one of zeros.
+    # Additional keys that all queries may attend to follow the keys of the sequence: a learned key, and a key of zeros.
     learned = [call["bias_k"], call["bias_v"]]
     if learned[0] is not None:
         made[1:] = [
@@ -401,12 +401,12 @@ def _of_module(module: nn.Module | None, *args: Any, **kwargs: Any) -> _Sample |
 
 
 def _negated(mask: Tensor) -> Tensor:
-    """Invert a boolean mask of nn.MultiheadAttention, for scaled_dot_product_attention, where True admits a key."""
+    """Invert a boolean mask of nn.MultiheadAttention for scaled_dot_product_attention, where True allows a key."""
     return ~mask if mask.dtype == torch.bool else mask
 
 
 def _both(one: Tensor, other: Tensor) -> Tensor:
-    """Return two masks together."""
+    """Combine two masks."""
     if one.dtype == other.dtype == torch.bool:
         return one & other
     zero = torch.zeros((), device=one.device)

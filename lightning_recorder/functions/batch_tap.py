@@ -22,13 +22,13 @@ _NAME = "batch"
 
 
 class BatchTap(Tap):
-    """Passes the tensors of each batch on, under the names that they have in a recorded graph, such as ``batch[0]``.
+    """Records the tensors of each batch under their names in a recorded graph, such as ``batch[0]``.
 
-    Their sites have no module. At most 16 tensors are recorded, and of a large one the first samples. A tensor of a
-    class that implements the operations itself is left out, except for a ``DTensor``.
+    The sites of batches have no module. At most 16 tensors are recorded, and only the first samples of a large tensor.
+    Tensor subclasses that implement operations themselves are ignored, except ``DTensor``.
 
     Args:
-        chosen: The functions to record. Batches belong to losses: they are recorded if all losses are.
+        chosen: The functions to record. Batches are recorded if losses are recorded and no sites are named.
         receive: The receiver, as for :class:`~lightning_recorder.taps.Tap`.
         options: The other arguments of :class:`~lightning_recorder.taps.Tap`.
 
@@ -58,12 +58,12 @@ class BatchTap(Tap):
         self._attached = False
 
     def observe(self, batch: Any) -> None:
-        """Pass the tensors of a batch on."""
+        """Record the tensors of a batch."""
         if self._chosen.has_batches:
             self._guarded(_NAME, None, self._record, batch)
 
     def _record(self, name: str, batch: Any) -> None:
-        # The mode that observes functions would be called for each property of the tensors that is read.
+        # Without this, reading each property of the tensors would call the active function mode.
         with without_functions():
             self._pass_on("", islice(self._readable(batch), _MOST_TENSORS))
 
@@ -71,7 +71,7 @@ class BatchTap(Tap):
         seen: set[int] = set()
         for path, tensor in iter_tensors(batch, _NAME, unknown=ignore_unknown):
             has_values = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ or hasattr(tensor, "to_local")
-            # A tensor that the batch has twice is one input of the graph.
+            # A tensor that occurs twice in the batch is one input of the graph.
             if has_values and id(tensor) not in seen and self._chosen.has_batch(path):
                 seen.add(id(tensor))
                 yield path, some_of(tensor)

@@ -1,4 +1,4 @@
-"""The two sides of a loss: what was predicted, and what was to be predicted."""
+"""The predictions and targets of loss functions."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ __all__ = ["classes_of_loss", "padding_of", "share_of_ends", "share_of_next", "s
 _MOST_VALUES = 1 << 20
 _FEWEST_POSITIONS = 2
 
-# They compare predictions with each other.
+# Losses without a target, which compare predictions with each other.
 _WITHOUT_TARGET = ("triplet_margin_loss", "triplet_margin_with_distance_loss")
 _OF_PAIRS = ("cosine_embedding_loss", "margin_ranking_loss")  # the target is their third argument
-_IGNORING = {"cross_entropy": 4, "nll_loss": 4}  # the place of the argument ``ignore_index``
-_IGNORED = -100  # its default
-# The argument with the weights of the classes, and its place.
+_IGNORING = {"cross_entropy": 4, "nll_loss": 4}  # the position of the argument ``ignore_index``
+_IGNORED = -100  # the default of ``ignore_index``
+# The argument with the class weights, and its position.
 _WEIGHTING = {
     "cross_entropy": ("weight", 2),
     "nll_loss": ("weight", 2),
     "binary_cross_entropy_with_logits": ("pos_weight", 6),
 }
 _OF_CLASSES = ("cross_entropy", "nll_loss", "multi_margin_loss")
-# The least output that stands for the second class.
+# The threshold from which an output predicts the second class.
 _OF_TWO_CLASSES = {"binary_cross_entropy": 0.5, "binary_cross_entropy_with_logits": 0.0}
 
 
 def sides_of_loss(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the prediction and the target of a loss function by their paths; empty for one that has no target.
+    """Return the prediction and the target of a loss function by their paths; empty for a loss without a target.
 
-    A loss of pairs has its target alone.
+    For losses of pairs, such as ``margin_ranking_loss``, only the target is returned.
 
-    The third, ``in.target.ignored``, is True where a class number is the one to ignore. Its mean is the share of
-    ignored targets. Likewise, ``in.target.blank`` is True where a label of ``ctc_loss`` is the blank, without padding.
-    A loss that weights classes has their weights as ``in.target.weights``, and ``in.target.weight`` is that of each
-    target.
+    Further paths depend on the loss. ``in.target.ignored`` is True where a target is the ignored class, so its mean is
+    the fraction of ignored targets. ``in.target.blank`` is True where a label of ``ctc_loss`` is the blank; padding is
+    excluded. For a loss with class weights, ``in.target.weights`` has the weights of the classes, and
+    ``in.target.weight`` the weight of each target.
 
     Example:
         >>> import torch
@@ -71,7 +71,7 @@ def sides_of_loss(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def _weights(
     name: str, sides: Mapping[str, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return the weight of each class and that of each target, which is 0 for one to ignore; empty without weights."""
+    """Return the weight of each class and of each target. Ignored targets weigh 0. Empty without weights."""
     if name not in _WEIGHTING:
         return {}
     argument, place = _WEIGHTING[name]
@@ -85,7 +85,7 @@ def _weights(
         return {}
     weights = weights.detach()
     if name in _OF_TWO_CLASSES:
-        if weights.numel() != 1:  # several outputs have classes of their own
+        if weights.numel() != 1:  # each of several outputs has its own two classes
             return {}
         weights = torch.cat([torch.ones_like(weights).reshape(1), weights.reshape(1)])
         return {"in.target.weights": weights, "in.target.weight": 1 + (weights[1] - 1) * target.detach()}
@@ -97,11 +97,11 @@ def _weights(
 
 
 def _blanks(labels: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return True where a label is the blank, of the shape of the labels; the padding behind them does not count."""
+    """Return a mask of the labels that are the blank, without the padding after the labels."""
     lengths = args[3] if len(args) > 3 else kwargs.get("target_lengths")
     blank = args[4] if len(args) > 4 else kwargs.get("blank", 0)
     found: Tensor = labels == blank
-    if labels.dim() != 2:  # one after the other
+    if labels.dim() != 2:  # concatenated labels, without padding
         return found
     lengths = torch.as_tensor(lengths).to(labels.device, non_blocking=True)
     found &= torch.arange(labels.shape[1], device=labels.device) < lengths.reshape(-1, 1)
@@ -117,12 +117,12 @@ def _ignored_class(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 def classes_of_loss(
     name: str, sides: Mapping[str, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return the classes of both sides of a loss, as numbers that have one bin for each class.
+    """Return the predicted and the target classes of a loss, as numbers with one histogram bin per class.
 
-    These are the most probable class of each prediction, and the class of each target, or the most probable one if the
-    targets are probabilities. A loss of two classes must have one prediction for each sample. Targets to ignore, and
-    those outside of the classes, get a bin of their own; see :mod:`lightning_recorder.records.classes`. Nothing is
-    returned for more than 1000 classes, and for tensors without values.
+    The predicted class is the most probable class. The target class is the target, or the most probable class if
+    targets are probabilities. A loss with two classes must have one prediction per sample. Ignored targets, and targets
+    that are not classes, share a separate bin; see :mod:`lightning_recorder.records.classes`. Return an empty mapping
+    for more than 1000 classes, and for tensors without values.
     """
     prediction, target = sides.get("in.prediction"), sides.get("in.target")
     if prediction is None or target is None or not prediction.dim() or not (prediction.numel() and target.numel()):
@@ -141,22 +141,22 @@ def classes_of_loss(
         return {}
     values = {"in.prediction": predicted, "in.target": meant}
     ignored = _ignored_class(name, args, kwargs)
-    # Each operation takes as long as the statistics of a small tensor. Only a target may be outside of the classes.
+    # Only targets need a range check. It is skipped otherwise, as an operation takes as long as small statistics.
     return {f"{path}{CLASS_COUNTS}": _in_bins(each, ignored, each is target) for path, each in values.items()}
 
 
 def _in_bins(classes: Tensor, ignored: int, may_be_outside: bool) -> Tensor:
     table = _table(classes.device, ignored)
-    # Not in place, because the classes may be the user's targets.
+    # Not in place, because ``classes`` may be the user's targets.
     numbers = classes.long()
     return table.take(numbers.clamp(-1, CLASSES) if may_be_outside else numbers)
 
 
 @lru_cache(maxsize=16)
 def _table(device: torch.device, ignored: int) -> Tensor:
-    """Return a number in the bin of each class from 0 to 1000 and of -1, which is the last of ``[1002]`` float32.
+    """Return one number in the bin of each class from 0 to 1000, followed by one for -1; ``[1002]`` float32.
 
-    These 4 KB stay on the device.
+    The 4 KB are cached on the device.
     """
     bins = [*range(FIRST_CLASS_BIN, FIRST_CLASS_BIN + CLASSES), NO_CLASS_BIN, NO_CLASS_BIN]
     if 0 <= ignored < CLASSES:
@@ -168,17 +168,17 @@ def _table(device: torch.device, ignored: int) -> Tensor:
 
 
 def share_of_next(target: Tensor, tokens: Tensor, *, ahead: int = 1) -> Tensor | None:
-    """Return the share of targets that are the next token of the input, as for a language model; 0-d.
+    """Return the fraction of targets that are the next token of the input, as in a language model; 0-d.
 
-    Targets that are ignored by default, -100, and those that follow an equal token do not count.
+    Targets of -100, which losses ignore by default, and targets equal to the current token are excluded.
 
     Args:
-        target: The targets, of any shape, with or without one for the last token.
+        target: The targets, of any shape, with or without a target for the last token.
         tokens: The tokens, ``[samples, positions]``.
-        ahead: 2 for the token after the next one.
+        ahead: The offset of the compared token: 1 for the next token, 2 for the token after it.
 
     Returns:
-        The share, 0 if no target counts; None if the numbers of targets and tokens do not fit.
+        The fraction, 0 if all targets are excluded; None if the numbers of targets and tokens do not match.
 
     Example:
         >>> import torch
@@ -198,7 +198,7 @@ def share_of_next(target: Tensor, tokens: Tensor, *, ahead: int = 1) -> Tensor |
 
 
 def share_of_ends(target: Tensor, tokens: Tensor, end: int) -> Tensor | None:
-    """Return the share of sequences whose first end token behind another token is a target; 0-d.
+    """Return the fraction of sequences in which the first end token after another token is a target; 0-d.
 
     Args:
         target: The targets, as for :func:`share_of_next`.
@@ -206,7 +206,7 @@ def share_of_ends(target: Tensor, tokens: Tensor, end: int) -> Tensor | None:
         end: The token that ends a sequence.
 
     Returns:
-        The share, -1 if a sequence has no end; None if the numbers of targets and tokens do not fit.
+        The fraction, -1 if a sequence has no end token; None if the numbers of targets and tokens do not match.
 
     Example:
         >>> import torch
@@ -226,12 +226,12 @@ def share_of_ends(target: Tensor, tokens: Tensor, end: int) -> Tensor | None:
 
 
 def padding_of(tokens: Tensor, padding: int) -> Tensor:
-    """Return True for the padding at the beginning and the end of sequences, ``[samples, positions]``.
+    """Return a mask of the padding at the beginning and the end of sequences, ``[samples, positions]``.
 
     Args:
         tokens: The tokens, ``[samples, positions]``.
-        padding: The token that stands for padding. Elsewhere in a sequence it may have a meaning, as the first token
-            alone of all sequences has.
+        padding: The padding token. Inside a sequence, this token is not padding. If every sequence begins with exactly
+            one, it is a start token.
 
     Example:
         >>> import torch
@@ -242,13 +242,13 @@ def padding_of(tokens: Tensor, padding: int) -> Tensor:
     """
     same = (tokens == padding).long()
     before, after = same.cumprod(1), same.flip(1).cumprod(1).flip(1)
-    # The token that starts each sequence of a decoder may be that of the padding.
+    # The start token of a decoder may be the same as the padding token.
     before = before * (before.sum(1) != 1).any()
     return (before + after) > 0
 
 
 def some_of(tensor: Tensor) -> Tensor:
-    """Return a tensor, or the first samples of a large one, with about a million values, to bound the cost."""
+    """Return the tensor, or the first samples of a large tensor, with about a million values, to bound the cost."""
     if type(tensor) is not Tensor or not tensor.dim() or tensor.numel() <= _MOST_VALUES:
         return tensor
     return tensor[: max(1, _MOST_VALUES * len(tensor) // tensor.numel())]

@@ -1,4 +1,4 @@
-"""The choice of a router: a softmax or sigmoid over experts, and the best of them for each token."""
+"""The choices of routers: a softmax or sigmoid over experts, and the best experts for each token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_recorder.reductions.scores import EXPERT_SLOTS, slots_of_scores
 __all__ = ["MOST_TOKENS", "Choice", "RouterReader"]
 
 MOST_TOKENS = 4096
-"""The number of tokens of a call whose entropy and margin are computed."""
+"""The maximum number of tokens per call whose entropy and margin are computed."""
 
 _MOST_EXPERTS = 1024
 _MOST_CHOSEN = 64
@@ -31,8 +31,9 @@ class Choice(NamedTuple):
     """The choice of a router in one call.
 
     Args:
-        name: The name of the site, that of the function that chose.
-        best: The probability of the best expert of each token, ``[tokens]``; None for a further choice of these tokens.
+        name: The name of the site: the function that chose.
+        best: The probability of the best expert of each token, ``[tokens]``; None if this choice adds experts to an
+            earlier choice for the same tokens.
         block: The numbers of each expert, ``[7, experts]``; see ``EXPERT_SLOTS``.
     """
 
@@ -45,11 +46,11 @@ class _Call(NamedTuple):
     """The probabilities and choices that a call of a module has computed so far.
 
     Args:
-        probabilities: The probabilities of the experts that were computed last, with the function that made them.
-        choices: The choices among scores without probabilities, by the shape of the chosen scores.
-        masked: The same, by the shape of all scores.
+        probabilities: The expert probabilities computed so far, each with the function that computed it.
+        choices: Choices from scores without probabilities so far, by the shape of the chosen scores.
+        masked: The same choices, by the shape of all scores.
         used: The probabilities from which experts were chosen.
-        margins: The sums of the margins of the choices so far, by the name of their site.
+        margins: The sums of the margins of the latest choices, by the name of the site.
     """
 
     probabilities: list[tuple[weakref.ref[Tensor], str]]
@@ -62,20 +63,21 @@ class _Call(NamedTuple):
 class RouterReader:
     """Finds routers among the functions that a module calls.
 
-    A router computes probabilities with a softmax or a sigmoid and chooses the best of them in the same call of a
-    module, or it chooses the best scores and computes the softmax of these, perhaps with all others at minus infinity.
-    The probabilities need a gradient. A loss that balances the load repeats the choices of routers and is none.
+    A router is a module call of one of two kinds. It computes probabilities with a softmax or a sigmoid and chooses the
+    best of them. Or it chooses the best scores and computes their softmax, possibly with all other scores set to minus
+    infinity. The probabilities must require a gradient. A load-balancing loss, which repeats the choices of routers, is
+    not a router.
 
-    A module whose name is that of a router may also choose by ``argmax``, or read the probabilities of experts that it
-    has drawn with ``gather``. It may choose one expert after the other, each among scores from which those before are
-    masked: these choices are one, at the site of the first.
+    A module with the name of a router may also choose by ``argmax``, or draw experts and read their probabilities with
+    ``gather``. It may choose several experts one after the other, each time with the earlier experts masked. Such
+    choices count as one choice, at the site of the first.
     """
 
     def __init__(self) -> None:
         self._calls: dict[int, _Call] = {}
 
     def clear(self) -> None:
-        """Forget everything, at the end of a step."""
+        """Clear all state, at the end of a step."""
         self._calls.clear()
 
     def read(
@@ -88,11 +90,11 @@ class RouterReader:
         kwargs: Mapping[str, Any],
         result: Any,
     ) -> Choice | None:
-        """Return the choice of a router that ends with this call of a function; None if there is none.
+        """Return the choice of a router that this function call completes, or None.
 
         Note:
-            Nothing waits for the device. A choice without probabilities is kept until the module returns its softmax or
-            the step ends; otherwise nothing is kept.
+            Does not synchronize the device. A choice without probabilities is kept until the module computes its
+            softmax or the step ends. No other tensors are kept alive.
         """
         given = args[0] if args else kwargs.get("input", kwargs.get("self"))
         if type(given) is not Tensor or not _has_experts(given):
@@ -109,7 +111,7 @@ class RouterReader:
         for reference, function in reversed(call.probabilities):
             made = reference()
             if made is not None and made.shape[-1] == scores.shape[-1] and made.numel() == scores.numel():
-                is_of_groups = scores.dim() > made.dim() and scores.shape[-2] == 1  # one group has all experts
+                is_of_groups = scores.dim() > made.dim() and scores.shape[-2] == 1  # a single group with all experts
                 if is_of_groups or (name == "gather" and made is not given) or not _is_first(made.grad_fn, site):
                     return None
                 return _in_turn(call, _choice(site, scores, indices, made, function), made, given)
@@ -125,7 +127,7 @@ def _has_experts(tensor: Tensor) -> bool:
 
 
 def _in_turn(call: _Call, choice: Choice, made: Tensor, given: Tensor) -> Choice | None:
-    """Return the first choice among the scores of a call as it is, and a further one as what it adds to the first."""
+    """Return the first choice of a call unchanged, and a later choice as the difference that it adds to the first."""
     origins: list[Any] = _origins(made.grad_fn)
     first = next((each.metadata[_SITE] for each in origins if each.metadata.get(_SITE) in call.margins), None)
     if first is None:
@@ -133,7 +135,7 @@ def _in_turn(call: _Call, choice: Choice, made: Tensor, given: Tensor) -> Choice
             each.metadata[_SITE] = choice.name
         first = choice.name
     elif not _is_masked(given.grad_fn) or (given is made and any(each() is made for each in call.used)):
-        return None  # the same choice once more
+        return None  # a repetition of the same choice
     call.used.append(weakref.ref(made))
     margin = choice.block[EXPERT_SLOTS.index("margin")]
     before, call.margins[first] = call.margins.get(first), margin
@@ -158,7 +160,7 @@ _MARK, _SITE = "lightning_recorder: router", "lightning_recorder: choice"
 
 
 def _origins(node: Node | None) -> list[Node]:
-    """Return the nodes of autograd that compute the scores that probabilities are made of."""
+    """Return the autograd nodes that compute the scores from which probabilities are computed."""
     found: list[Node] = []
     level = [] if node is None else [node]
     for _ in range(_DEEPEST):
@@ -170,9 +172,9 @@ def _origins(node: Node | None) -> list[Node]:
 
 
 def _is_first(node: Node | None, site: str) -> bool:
-    """Return True if no other module has chosen among these scores, and mark them as those of this one.
+    """Return True if no other module has chosen among these scores, and mark the scores as used by this module.
 
-    The mark is kept in the graph of autograd, because a reference to a node would keep the tensors of the graph.
+    The mark is kept in the autograd graph, because a reference to a node would keep the tensors of the graph alive.
     """
     module = site.rpartition(".")[0]
     origins: list[Any] = [*_origins(node)]  # torch annotates the property ``metadata`` as a method
@@ -184,7 +186,7 @@ def _is_first(node: Node | None, site: str) -> bool:
 
 
 def _is_masked(node: Node | None) -> bool:
-    """Return True if the scores were masked: some of them stayed, and all others were set to a constant."""
+    """Return True if the scores were masked: some scores were kept, and all others were set to a constant."""
     for _ in range(_DEEPEST):
         if node is None:
             return False
@@ -198,7 +200,7 @@ def _is_masked(node: Node | None) -> bool:
 def _of_normalizer(
     call: _Call, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], given: Tensor, result: Any
 ) -> Choice | None:
-    """Remember probabilities, or return the choice among the scores whose probabilities these are."""
+    """Store computed probabilities, or return the earlier choice that these probabilities complete."""
     if name in _SOFTMAX:
         dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
         if dim not in (-1, given.dim() - 1):
@@ -216,7 +218,7 @@ def _of_normalizer(
 def _chosen(
     name: str, module: nn.Module, site: str, args: Sequence[Any], kwargs: Mapping[str, Any], given: Tensor, result: Any
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the scores, and the indices of the best of each token, ``[…, chosen]``; None if none are chosen."""
+    """Return the scores, and the indices of the chosen experts per token, ``[…, chosen]``; None without a choice."""
     if name in ("argmax", "gather"):
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
         is_router = _NAMES_OF_ROUTERS.search(f"{site.rpartition('.')[0]} {type(module).__name__}") is not None
@@ -253,7 +255,7 @@ def _choice(site: str, scores: Tensor, indices: Tensor, probabilities: Tensor, f
             shares = shares / shares.sum(-1, keepdim=True).clamp(min=torch.finfo(shares.dtype).tiny)
         best = scores.topk(chosen + 1, dim=-1).values
         margins = best[:, -2] - best[:, -1]
-        # A limit to some groups of experts leaves others out with an infinite score.
+        # If the choice is limited to some groups of experts, the scores of the others are infinite.
         margins = torch.where(margins.isinf(), 0.0, margins)
         found: dict[str, Tensor | float] = {
             "tokens": float(tokens),

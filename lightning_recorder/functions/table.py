@@ -1,4 +1,4 @@
-"""The torch functions that can be recorded: the modules that compute the same, and their sites in a graph."""
+"""The torch functions that can be recorded, the equivalent modules, and the sites of functions in a graph."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FunctionKind(NamedTuple):
 
     Args:
         kind: One of :data:`KINDS`.
-        type_name: The class of the module that computes the same; rules examine a function like such a module.
+        type_name: The class of the equivalent module. Rules examine a function like such a module.
     """
 
     kind: str
@@ -123,7 +123,7 @@ DEFAULT_KINDS = ("activations", "losses")
 """The kinds that are recorded by default."""
 
 SCORE_KINDS = ("heads", "experts")
-"""The scores inside of functions that are recorded by default: of each head and each expert."""
+"""The scores inside functions that are recorded by default: of attention heads and of experts."""
 
 FUNCTIONS: Mapping[str, FunctionKind] = MappingProxyType(
     {
@@ -147,10 +147,10 @@ FUNCTIONS: Mapping[str, FunctionKind] = MappingProxyType(
         for name, type_name in types.items()
     }
 )
-"""The kind of each function, by the name that a recorded graph gives it."""
+"""The kind of each function, by its name in a recorded graph."""
 
 TYPES = frozenset(each.type_name for each in FUNCTIONS.values())
-"""The classes of the modules that compute the same."""
+"""The classes of the equivalent modules."""
 
 SCORED = frozenset(
     (
@@ -158,14 +158,14 @@ SCORED = frozenset(
         *("softmax", "special_expit", "special_softmax", "topk"),
     )
 )
-"""The functions that attention and routers consist of, and the one that gets the tokens."""
+"""The functions in attention and routers, and the embedding, which receives the tokens."""
 
 SCORES = "in.scores"
-"""The path of the scores inside of attention and routers."""
+"""The path of the scores inside attention and routers."""
 
 
 def base_name(site: str) -> str:
-    """Return the name of the function in the name of a site.
+    """Return the name of the function in the name of a function's site.
 
     Example:
         >>> base_name("encoder.relu#2"), base_name("softmax()"), base_name("head")
@@ -175,7 +175,7 @@ def base_name(site: str) -> str:
 
 
 def function_of(site: str) -> FunctionKind | None:
-    """Return the kind of the function that the name of a site ends with, or None if it names no function."""
+    """Return the kind of the function at a site, or None if the name of the site does not end with a function."""
     return FUNCTIONS.get(base_name(site))
 
 
@@ -185,13 +185,13 @@ _MOST_CALLS = 64
 def site_name(around: str, function: str, number: int, taken: Container[str]) -> str:
     """Return the name of the site of a function.
 
-    A module may call a function any number of times, as in a loop over the time. From the 64th call on, all have one
+    A module may call a function many times, for example in a loop over time steps. All calls from the 64th on share one
     site.
 
     Args:
         around: The name of the module that calls the function; empty for the model.
         function: The name of the function.
-        number: The number of the call in the call of the module, starting at 1.
+        number: The number of the function call within the module call, starting at 1.
         taken: The names of modules.
 
     Example:
@@ -205,14 +205,14 @@ def site_name(around: str, function: str, number: int, taken: Container[str]) ->
 
 
 def function_sites(graph: Graph) -> dict[int, str]:
-    """Return the name of the site of each function that can be recorded, by the id of its node."""
+    """Return the site names of all recordable functions in a graph, by the id of their node."""
     taken = {node.name for node in graph.nodes if node.kind == "module"}
     counts: Counter[tuple[int, str]] = Counter()
     found = {}
     for node in graph.nodes:
         if node.kind == "op" and node.name in FUNCTIONS and node.parent is not None:
             around = graph[node.parent]
-            # A module of torch that is made where it is called has the name of its class.
+            # A torch module that is created where it is called is named after its class.
             if around.parent is not None and around.name == around.type_name and around.name in TYPES:
                 around = graph[around.parent]
             counts[around.id, node.name] += 1
@@ -221,5 +221,5 @@ def function_sites(graph: Graph) -> dict[int, str]:
 
 
 def is_of_loss(node: Node) -> bool:
-    """Return True for a function that belongs to the computation of the loss, and not to a layer of the model."""
+    """Return True for a function that is part of the loss computation, and not of a layer."""
     return FUNCTIONS[node.name].kind == "losses" or node.scope.startswith("loss")

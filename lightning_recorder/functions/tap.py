@@ -66,7 +66,7 @@ __all__ = ["KNOWN", "ChosenFunctions", "FunctionGradientTap", "FunctionOutputTap
 
 
 def _known() -> dict[Callable[..., Any], str]:
-    """Return the name of each function of torch, each method of a tensor, and those that work in place."""
+    """Return the names of the recordable torch functions and tensor methods, including in-place variants."""
     found = {}
     for name in (*FUNCTIONS, "expit", "logsigmoid", "_threshold"):
         for spelled in (name, f"{name}_"):
@@ -82,14 +82,14 @@ KNOWN: Mapping[Callable[..., Any], str] = MappingProxyType(_known())
 
 
 class ChosenFunctions:
-    """The functions to record, and the modules that their names begin with.
+    """The functions to record, and the modules that call them.
 
     Args:
         root: The model.
         functions: The names of functions, ``"heads"`` and ``"experts"``.
         names: Names or globs of sites, such as ``encoder.relu``; None for all.
-        types: The classes of modules that compute the same, such as ``ReLU``; None for all.
-        exclude: Names or globs of sites to leave out; None for none.
+        types: The classes of the equivalent modules, such as ``ReLU``; None for all.
+        exclude: Names or globs of sites to exclude, or None.
     """
 
     def __init__(
@@ -116,25 +116,25 @@ class ChosenFunctions:
                 self._modules[each] = name
         self._fused = [each for each in modules.values() if is_a(each, FUSED)]
         self.flex = flex_attention_users(root)[-1:] if "heads" in self.functions else []
-        """The last module with ``flex_attention``, whose scores no function of torch gets; empty if there is none."""
+        """The last module with ``flex_attention``, whose scores cannot be observed; empty if there is none."""
         self._sites: dict[tuple[int, str, int, bool], str] = {}
 
     def having(self, functions: Iterable[str]) -> ChosenFunctions:
-        """Return the same with further functions."""
+        """Return a copy with additional functions."""
         more = copy.copy(self)
         more.functions, more._sites = self.functions.union(functions), {}
         return more
 
     @property
     def is_fused_path_open(self) -> bool:
-        """True if a module would take another path of computation under a function mode than without."""
+        """True if a function mode would change the computation of a module, by closing a fused path."""
         return not all(map(is_training, self._fused))
 
     @cached_property
     def end_token(self) -> int | None:
-        """The number of the token that ends a sequence, from the configuration of a model of transformers, if known."""
+        """The id of the end-of-sequence token, from the configuration of a transformers model; None if unknown."""
         for each in self.root.modules():
-            with suppress(Exception):  # a property of the user may raise anything
+            with suppress(Exception):  # a user's property may raise anything
                 end = getattr(each.config, "eos_token_id", None)
                 if type(end) is int and not getattr(each.config, "is_encoder_decoder", False):
                     return end
@@ -150,13 +150,14 @@ class ChosenFunctions:
         return not any(fits(path) for fits in self._excluded)
 
     def name(self, module: nn.Module | None, function: str, number: int, *, is_loss: bool = False) -> str:
-        """Return the name of a site, or an empty string if it is not to be recorded.
+        """Return the name of the site of a function, or an empty string if the function must not be recorded.
 
         Args:
             module: The innermost module; None for the model itself.
             function: The name of the function.
-            number: The number of its call in the call of the module, starting at 1.
-            is_loss: Return the site of the sides of a loss, which is that of the module if it is all of a module.
+            number: The number of the function call within the module call, starting at 1.
+            is_loss: Return the site for the prediction and target of a loss. If the module only computes this loss, as
+                ``nn.CrossEntropyLoss`` does, this is the site of the module.
         """
         key = 0 if module is None else id(module), function, number, is_loss
         found = self._sites.get(key)
@@ -166,9 +167,10 @@ class ChosenFunctions:
         return found
 
     def name_of_scores(self, module: nn.Module | None, function: str, number: int) -> str:
-        """Return the name of the site of the scores of a function, or an empty string if they are not to be recorded.
+        """Return the name of the site of the scores of a function, or an empty string if they must not be recorded.
 
-        They are recorded whether or not the output of the function is, which for attention and routers is no default.
+        Scores are recorded even if the output of the function is not. By default, outputs of attention and routers are
+        not recorded.
         """
         within = self.root if module is None else module
         around = self._modules.get(within)
@@ -180,13 +182,13 @@ class ChosenFunctions:
         return self._if_chosen(function, bare, name)
 
     def is_made_by_caller(self, module: nn.Module) -> bool:
-        """Return True for a module of torch that computes a function and is not part of the model."""
+        """Return True for a torch module that computes a function and is not part of the model."""
         kind = type(module)
         return class_name(kind) in TYPES and _is_of_torch(kind) and module not in self._modules
 
     @property
     def has_scores(self) -> bool:
-        """True if the scores inside of attention or routers are recorded."""
+        """True if the scores inside attention or routers are recorded."""
         return not self.functions.isdisjoint(SCORE_KINDS)
 
     def _new_name(self, module: nn.Module, function: str, number: int, is_loss: bool) -> str:
@@ -210,7 +212,7 @@ def _is_of_torch(kind: type) -> bool:
 
 
 def _is_whole(module: nn.Module, function: str) -> bool:
-    """Return True if the output of the module is that of the function, or made of it, as in ``nn.ReLU``."""
+    """Return True if the function computes the output of the module, as in ``nn.ReLU``."""
     if any(True for _ in children_of(module)):
         return False
     if _is_of_torch(type(module)):
@@ -223,9 +225,9 @@ class _Call(NamedTuple):
     """The innermost call of a module that is in progress.
 
     Args:
-        module: The module; None for the model itself, whose calls count as one.
-        frame: An identifier that distinguishes calls that are in progress at the same time.
-        is_new: True if no function has been noted in this call before.
+        module: The module; None for the model itself, all of whose calls count as one call.
+        frame: An identifier that distinguishes simultaneous calls.
+        is_new: True for the first function of this call.
     """
 
     module: nn.Module | None
@@ -236,8 +238,8 @@ class _Call(NamedTuple):
 def _innermost_call(chosen: ChosenFunctions) -> _Call | None:
     """Return the call that a function belongs to, or None if the function is not part of the model.
 
-    A module of torch that is made where it is called, such as ``nn.Softmax(dim=-1)(scores)``, is a function of the
-    module that calls it.
+    A torch module that is created where it is called, such as ``nn.Softmax(dim=-1)(scores)``, counts as a function of
+    the calling module.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
@@ -249,24 +251,25 @@ def _innermost_call(chosen: ChosenFunctions) -> _Call | None:
             if chosen.is_made_by_caller(module):
                 frame = frame.f_back
                 continue
-            # The next call may reuse the address of this frame, and a reference to it would keep its tensors alive. So
-            # the frame is marked by an attribute that only debuggers read; it is a frame of torch's own code.
+            # Neither the address of the frame, which the next call may reuse, nor a reference to it, which would keep
+            # its tensors alive, can identify the call. So mark the frame, which runs torch's own code, by an attribute
+            # that only debuggers read.
             is_new, frame.f_trace_lines = frame.f_trace_lines, False
             return _Call(module, id(frame), is_new)
         if code is CALL_OF_FUNCTION and frame.f_locals["cls"].__module__ != "torch.utils.checkpoint":
-            return None  # the graph shows a custom function as one node
+            return None  # in the graph, a custom autograd function is a single node
         frame = frame.f_back
     if graph_task() != -1:
-        return None  # a checkpoint repeats a function of the model, not of a module, so its caller is unknown
+        return None  # a checkpoint repeats a function outside of modules, so the caller is unknown
     caller = find_caller(outermost=True)
     return None if caller.trainer or caller.custom is not None else _Call(None, 0, False)
 
 
 class _FunctionMode(TorchFunctionMode):
-    """Passes the results of known functions to the taps of a thread, each with its module and its number.
+    """Passes the results of known functions to the taps of a thread, with the calling module and the call number.
 
-    Results are read after the function has returned. The mode is not active inside of a function. There is one mode for
-    all taps of a thread, since each mode takes its time in every function of torch.
+    Results are read after the function has returned. The mode is not active inside a function. All taps of a thread
+    share one mode, since each mode adds overhead to every torch function.
     """
 
     def __init__(self) -> None:
@@ -275,10 +278,10 @@ class _FunctionMode(TorchFunctionMode):
         self._taps: list[_FunctionTap] = []
         self._is_entered = False
         self._holds = 0  # calls of compiled code that run without the mode
-        self._counts: dict[int, dict[str, int]] = {}  # the number of calls of each function, by the call of a module
+        self._counts: dict[int, dict[str, int]] = {}  # by module call: the number of calls of each function
 
     def add(self, tap: _FunctionTap) -> None:
-        """Pass results to a tap."""
+        """Start to pass results to a tap."""
         if not self._taps:
             self._counts.clear()
         if tap not in self._taps:
@@ -286,7 +289,7 @@ class _FunctionMode(TorchFunctionMode):
         self.update()
 
     def discard(self, tap: _FunctionTap) -> None:
-        """Stop to pass results to a tap."""
+        """Stop passing results to a tap."""
         if tap in self._taps:
             self._taps.remove(tap)
             self.update()
@@ -297,12 +300,12 @@ class _FunctionMode(TorchFunctionMode):
         self.update()
 
     def release(self) -> None:
-        """End a :meth:`hold`."""
+        """Undo one :meth:`hold`."""
         self._holds -= 1
         self.update()
 
     def update(self) -> None:
-        """Enter or leave the mode. In another thread, where that is impossible, the mode stays without effect."""
+        """Enter or leave the mode as needed. From another thread, this is impossible, and the mode stays inactive."""
         is_wanted = not self._holds and not all(map(_RESTS, self._taps))
         if is_wanted is not self._is_entered and self._thread == get_ident():
             self._is_entered = is_wanted
@@ -316,12 +319,12 @@ class _FunctionMode(TorchFunctionMode):
         result = func(*args, **kwargs) if kwargs else func(*args)
         try:
             name = KNOWN.get(func)
-        except TypeError:  # it has no hash
+        except TypeError:  # the function is not hashable
             return result
         if name is not None and self._taps and not PAUSES.value and not is_tracing():
             try:
                 self._note(name, args, kwargs or {}, result)
-            except RecordingError:  # a tap is strict
+            except RecordingError:  # raised by a strict tap
                 raise
             except Exception as error:  # noqa: BLE001 - an error of the recording must not fail the model
                 self._fail(error)
@@ -329,7 +332,7 @@ class _FunctionMode(TorchFunctionMode):
 
     def _note(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         if FUNCTIONS[name].kind == "dropout" and args and _is_same(result, args[0]):
-            return  # it did nothing, and the graph does not have it
+            return  # a no-op, which the graph does not contain
         call = _innermost_call(self._taps[0].chosen)
         if call is None:
             return
@@ -359,7 +362,7 @@ class _FunctionMode(TorchFunctionMode):
 
 
 def _is_same(result: Any, given: Any) -> bool:
-    """Return True if a result is the tensor that was given, or a view of all of it."""
+    """Return True if a result is the given tensor itself, or a view of the whole tensor."""
     are_plain = type(result) is Tensor and type(given) is Tensor
     return result is given or (are_plain and result.data_ptr() == given.data_ptr())
 
@@ -388,9 +391,9 @@ class _FunctionTap(Tap):
 
     Args:
         chosen: The functions to record.
-        receive: The receiver, as for :class:`~lightning_recorder.taps.Tap`. The name of a site is that of the module
-            that called the function and the name of the function, such as ``encoder.relu``. The second call of the
-            function in a call of the module is ``encoder.relu#2``. If a module has this name, it is ``encoder.relu()``.
+        receive: The receiver, as for :class:`~lightning_recorder.taps.Tap`. The name of a site consists of the names of
+            the calling module and of the function, such as ``encoder.relu``. The second call of the function within a
+            module call is ``encoder.relu#2``. If a module has this name, the site is ``encoder.relu()``.
         options: The other arguments of :class:`~lightning_recorder.taps.Tap`.
     """
 
@@ -399,17 +402,17 @@ class _FunctionTap(Tap):
         self.chosen = chosen
         """The functions to record."""
         self.unseen = ""
-        """The part of the model in which no functions were recorded, with the reason; empty if there is none."""
+        """The part of the model whose functions were not recorded, with the reason; empty if all were recorded."""
         self.rests = False
-        """True if no function of the model is called until the tap is attached again."""
+        """True if no more model functions are expected until the tap is attached again."""
         self._mode: _FunctionMode | None = None
 
     @override
     def attach(self) -> None:
-        """Attach the tap. A no-op if it is attached.
+        """Attach the tap. A no-op if the tap is already attached.
 
-        A function mode closes the fused path of a transformer in eval mode, whose results then differ in the last bits.
-        So no functions are recorded while there is one.
+        A function mode disables the fused path of a transformer in eval mode, which changes the last bits of its
+        results. Therefore, no functions are recorded while a fused path is in use.
         """
         if self._attached:
             return
@@ -440,7 +443,7 @@ class _FunctionTap(Tap):
         self._leave()
 
     def rest(self) -> None:
-        """Leave the mode until the tap is attached again, because every function of torch takes longer under a mode."""
+        """Leave the mode until the tap is attached again, because a mode adds overhead to every torch function."""
         if self._mode is not None and not self.rests:
             self.rests = True
             self._mode.update()
@@ -453,7 +456,7 @@ class _FunctionTap(Tap):
 
     @override
     def _enter_compiled(self, function: Callable[..., Any], /) -> Callable[[Any, Any, Any], object] | None:
-        """Remove the mode during a call of compiled code, because with a mode it would be compiled again."""
+        """Remove the mode during a call of compiled code, because the mode would cause a recompilation."""
         mode = self._mode
         if mode is None or self._thread != get_ident():
             return None
@@ -468,24 +471,24 @@ class _FunctionTap(Tap):
 
     @abstractmethod
     def observe(self, function: str, name: str, result: Any) -> None:
-        """Receive the result of a function; ``name`` is the name of its site, which is empty if it was not chosen."""
+        """Receive the result of a function. ``name`` is the name of the site, empty if the function is not chosen."""
 
     def observe_loss(self, function: str, name: str, args: Any, kwargs: Any) -> None:
-        """Receive the arguments of a loss; ``name`` as for :meth:`observe`, or that of the loss module."""
+        """Receive the arguments of a loss. ``name`` is as for :meth:`observe`, or the name of the loss module."""
 
     def observe_scores(self, function: str, number: int, call: _Call, args: Any, kwargs: Any, result: Any) -> None:
-        """Receive a call of a function that attention or a router may consist of."""
+        """Receive a call of a function that may be part of attention or of a router."""
 
 
-_MOST_TOKENS = 4  # inputs of a step: those of encoder and decoder, with their positions
+_MOST_TOKENS = 4  # token inputs per step: encoder and decoder, each with positions
 
 
 class FunctionOutputTap(_FunctionTap, OutputTap):
     """Records the results of functions when they return; arguments as for ``_FunctionTap``.
 
-    The prediction and the target of a loss are recorded, too, as ``in.prediction`` and ``in.target``, with the counts
-    of their classes; see :mod:`~lightning_recorder.functions.losses`. So are the scores inside of attention and
-    routers, as ``in.scores``, if there is a receiver for them.
+    The prediction and the target of a loss are recorded as ``in.prediction`` and ``in.target``, with their class
+    counts; see :mod:`~lightning_recorder.functions.losses`. The scores inside attention and routers are recorded as
+    ``in.scores`` if there is a receiver for them.
 
     Example:
         >>> class Net(nn.Module):
@@ -525,26 +528,26 @@ class FunctionOutputTap(_FunctionTap, OutputTap):
         self._pass_on(name, found)
 
     def _shares_of_next(self, target: Tensor, ahead: int) -> list[Tensor]:
-        """Return the largest share of targets that are a later token of some input of the step, if there is one."""
+        """Return the largest fraction of targets that are a later token of a token input of the step, if any."""
         same = [each for each in self._tokens if each.device == target.device]
         shares = [each for each in (share_of_next(target, tokens, ahead=ahead) for tokens in same) if each is not None]
         return [torch.stack(shares).amax()] if shares else []
 
     def _shares_of_ends(self, target: Tensor) -> list[Tensor]:
-        """Return the share of ends that are targets, for the latest tokens of a model that names its end token."""
+        """Return the fraction of end tokens that are targets, for the latest tokens, if the end token is known."""
         same = [each for each in self._tokens if each.device == target.device]
         end = self.chosen.end_token
         shares = [share_of_ends(target, each, end) for each in same] if end is not None else []
         return [each for each in shares if each is not None][-1:]
 
     receive_scores: Callable[[Site, Tensor | None, Tensor], None] | None = None
-    """A receiver of the scores of each query or token, and of the numbers of each head or expert; None for none.
+    """A receiver of the scores of each query or token, and of the numbers of each head or expert; or None.
 
-    There are no scores for a further choice of a router for the same tokens.
+    The scores are None if a router chooses additional experts for the same tokens.
     """
 
     time_of: Callable[[str], Stopwatch] = staticmethod(lambda option: Stopwatch())
-    """A function that returns the stopwatch of ``"attention"`` or ``"experts"``; by default, one that nothing reads."""
+    """A function that returns the stopwatch of ``"attention"`` or ``"experts"``. By default, times are not used."""
 
     @cached_property
     def _routers(self) -> RouterReader:
@@ -591,7 +594,7 @@ class FunctionOutputTap(_FunctionTap, OutputTap):
                 self.receive_scores(Site(name, SCORES), scores.largest, scores.block)
                 watch.stop(started)
                 return
-        # The model itself chooses predictions, not experts.
+        # A choice in the model itself is a prediction, not a choice of experts.
         if call.module is not None and "experts" in self.chosen.functions:
             watch = self.time_of("experts")
             started = watch.start()
@@ -602,10 +605,10 @@ class FunctionOutputTap(_FunctionTap, OutputTap):
 
 
 class FunctionGradientTap(_FunctionTap, OutputGradientTap):
-    """Records the gradients of the results of functions, but for losses; arguments as for ``_FunctionTap``.
+    """Records the gradients of the results of functions, except losses; arguments as for ``_FunctionTap``.
 
-    A reentrant checkpoint builds its graph inside the backward pass, where no function mode is active. So the gradients
-    of functions in such a checkpoint are not recorded.
+    The gradients of functions inside a reentrant checkpoint are not recorded. Its graph is built inside the backward
+    pass, where no function mode is active.
     """
 
     @override

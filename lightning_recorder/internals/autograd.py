@@ -1,7 +1,7 @@
 """Access to private PyTorch APIs for autograd graphs and module calls.
 
 No other file of the package uses them. Each docstring documents the fallback for PyTorch versions without the private
-name, so a PyTorch release that renames one degrades the recording but does not fail the run.
+name. If a PyTorch release renames it, recording degrades but the run does not fail.
 """
 
 from __future__ import annotations
@@ -169,16 +169,16 @@ except ImportError:
         return None
 
 
-# Code objects of the frames in which torch calls a module's forward and the forward of an ``autograd.Function``.
-# Fallback: ``None``; such functions are not recorded.
+# The code objects of the torch functions that call a module's forward and the forward of an ``autograd.Function``.
+# Fallback: ``None``; functions inside them are not recorded.
 CALL_OF_MODULE: CodeType | None = getattr(getattr(nn.Module, "_call_impl", None), "__code__", None)
 CALL_OF_FUNCTION: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 
-# Names of the functions that torch compiles for a module call; the last one is used for torch's own modules. Fallback:
+# Names of the functions that torch compiles for a module call. The last name is used for torch's own modules. Fallback:
 # the message about compiled code shows torch's internal name.
 MODULE_CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "inner")
 
-# torch assigns this number to leaf nodes, so that the engine runs them first.
+# The sequence number that torch assigns to leaf nodes, so that the engine runs them first.
 _LEAF = 2**64 - 1
 LEAF_NUMBER = -1
 
@@ -193,12 +193,12 @@ def fake_mode() -> Any:
         from torch._subclasses.fake_tensor import FakeTensorMode
     except ImportError as error:
         raise RecordingError(f"this torch has no fake tensors: {error}; record without device='meta'") from error
-    # Tensors that a module stores in plain attributes are real; they are converted when they are used.
+    # Tensors in plain attributes of a module are real, and are converted when they are used.
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
-    """Return the tensor that this one is a view of, or ``None`` if it is not a view.
+    """Return the base of a view, or ``None`` if the tensor is not a view.
 
     Fallback: ``None``; an output that is later changed in place may have no gradient record.
     """
@@ -215,7 +215,7 @@ def current_function_mode() -> object:
 
 
 def current_node() -> Node | None:
-    """Return the node that the backward pass in this thread is running, or ``None`` outside of a backward pass.
+    """Return the autograd node that is running in this thread, or ``None`` outside of a backward pass.
 
     Fallback: ``None``; an operation of the backward pass belongs to no module.
     """
@@ -226,33 +226,33 @@ def current_node() -> Node | None:
 def function_behind(tensor: Tensor) -> type | None:
     """Return the ``autograd.Function`` that created a tensor, or ``None``.
 
-    Fallback: ``None``; its output is attributed to the last function that was seen inside it.
+    Fallback: ``None``; its output is attributed to the last torch function called inside it.
     """
     made_by = tensor.grad_fn if tensor.requires_grad else None
     return getattr(made_by, "_forward_cls", None)
 
 
-# The id of the backward pass that this thread is running, or -1 outside of one.
-# Fallback: -1; parts that an interrupted backward pass left over may be counted in the next one.
+# The id of the backward pass that is running in this thread, or -1 outside of a backward pass.
+# Fallback: -1; partial gradients of an interrupted backward pass may be counted in the next backward pass.
 graph_task: Callable[[], int] = _current_graph_task_id
 
 
 def adds_to(parameter: Tensor) -> bool:
-    """Return True if the backward pass that this thread is running adds to ``.grad`` of a parameter.
+    """Return True if the backward pass that is running in this thread accumulates into ``.grad`` of a parameter.
 
-    Fallback: ``True``; what ``torch.autograd.grad`` computes is taken for a gradient of the loss.
+    Fallback: ``True``; gradients from ``torch.autograd.grad`` are mistaken for gradients of the loss.
     """
     try:
-        with torch.enable_grad():  # which the edge of a leaf needs
+        with torch.enable_grad():  # required for the edge of a leaf
             return parameter.requires_grad and _will_execute(get_gradient_edge(parameter).node)
     except RuntimeError:  # torch.autograd.grad returns the gradient instead
         return False
 
 
 def has_accumulate_hooks(parameter: Tensor) -> bool:
-    """Return True if hooks run when a gradient of the parameter has been accumulated, such as an optimizer step.
+    """Return True if the parameter has post-accumulate-grad hooks, which may, for example, run an optimizer step.
 
-    Fallback: ``False``; the hooks run when a step with reentrant checkpointing is run again.
+    Fallback: ``False``; the hooks run when a step with reentrant checkpointing is repeated.
     """
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
@@ -267,7 +267,7 @@ def in_backward() -> bool:
     return bool(_current_graph_task_id() != -1)
 
 
-# Returns an object if this thread is inside a ``torch.func`` transform, from which values cannot escape, else None.
+# Returns an object inside a ``torch.func`` transform, from which values cannot escape, and None outside.
 # Fallback: None; only tensors that are wrappers themselves are skipped.
 in_transform: Callable[[], object] = peek_interpreter_stack
 
@@ -278,30 +278,30 @@ is_tracing: Callable[[], bool] = _is_tracing
 
 
 def is_transformed(tensor: Tensor) -> bool:
-    """Return True if the tensor is a wrapper of ``torch.func`` or of a batched backward pass; its value cannot escape.
+    """Return True for a wrapper tensor of ``torch.func`` or of a batched backward pass, whose value cannot escape.
 
-    Fallback: ``False``; the error that the update then raises becomes a warning.
+    Fallback: ``False``; the update raises an error, which becomes a warning.
     """
     return bool(is_functorch_wrapped_tensor(tensor) or is_legacy_batchedtensor(tensor) or _is_functional_tensor(tensor))
 
 
 set_grad_enabled: Callable[[bool], object] = getattr(torch._C, "_set_grad_enabled", torch.set_grad_enabled)
-"""Enable or disable autograd in this thread. Takes a twentieth of the time of ``torch.set_grad_enabled``.
+"""Enable or disable autograd in this thread, twenty times as fast as ``torch.set_grad_enabled``.
 
 Fallback: ``torch.set_grad_enabled``.
 """
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Return True if the tensor is a view, whose ``grad_fn`` torch may create only on access.
+    """Return True if the tensor is a view. torch may create the ``grad_fn`` of a view only on access.
 
-    Fallback: ``True``; a node that no other code has accessed may have no owner.
+    Fallback: ``True``; nodes that no other code has accessed may be attributed to no module.
     """
     return bool(getattr(tensor, "_is_view", lambda: True)())
 
 
 def saved_tensors(node: Node) -> list[Tensor]:
-    """Return the tensors that a node of the backward graph keeps; empty if a hook packs saved tensors.
+    """Return the tensors that an autograd node has saved; empty if a hook packs saved tensors.
 
     Fallback: empty. Reading a tensor that a hook has packed would run the hook, which may recompute a checkpoint.
     """
@@ -311,7 +311,7 @@ def saved_tensors(node: Node) -> list[Tensor]:
     for name in _saved_names(type(node)):
         try:
             value = getattr(node, name)
-        except (RuntimeError, AttributeError):  # freed, or changed in place since
+        except (RuntimeError, AttributeError):  # freed, or changed in place after saving
             continue
         found += [each for each in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(each, Tensor)]
     return found
@@ -386,11 +386,11 @@ def hooks_of_leaf(tensor: Tensor) -> list[object]:
 
 
 def schemas_of(name: str) -> list[list[Any]]:
-    """Return the parameters of each overload of a function of torch that takes or returns tensors.
+    """Return the parameters of each overload of a torch function that takes or returns tensors.
 
-    Overloads that write into ``out`` are left out: they take what others take.
+    Overloads with ``out`` are excluded, because they have the same parameters as other overloads.
 
-    Fallback: empty; arguments get the names that ``torch.overrides`` lists, and others are numbered.
+    Fallback: empty; arguments get the names in ``torch.overrides``, and all other arguments are numbered.
     """
     try:
         schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
@@ -417,10 +417,10 @@ def running_calls(module: nn.Module) -> int:
 
 
 def keywords_of(module: nn.Module) -> dict[str, Any]:
-    """Return the keyword arguments of the call of a module whose hooks are running.
+    """Return the keyword arguments of the module call whose hooks are running.
 
-    Global hooks before a call are not given them. Fallback: empty; keyword arguments that are containers are described
-    as the module leaves them.
+    torch does not pass keyword arguments to global forward pre-hooks. Fallback: empty; container arguments are
+    described in their state after the call.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not CALL_OF_MODULE:
@@ -432,7 +432,7 @@ def keywords_of(module: nn.Module) -> dict[str, Any]:
 def unwrapped(tensor: Tensor) -> Tensor:
     """Return the tensor inside the wrappers of ``torch.func`` transforms.
 
-    Fallback: the tensor itself; operations inside a transform are not connected to those outside of it.
+    Fallback: the tensor itself; operations inside a transform are not connected to operations outside of it.
     """
     if not in_transform():
         return tensor
@@ -442,7 +442,7 @@ def unwrapped(tensor: Tensor) -> Tensor:
 
 
 def vmap_numel(tensors: Iterable[Tensor]) -> int:
-    """Return the number of calls for which one call of a function with these tensors stands, under ``torch.vmap``.
+    """Return the number of calls that one call of a function with these tensors represents under ``torch.vmap``.
 
     Fallback: 1.
     """
@@ -459,7 +459,7 @@ def vmap_numel(tensors: Iterable[Tensor]) -> int:
     return math.prod(sizes.values())
 
 
-# Creates a context in which no ``__torch_function__`` runs, neither a mode's nor a tensor subclass's. Under a mode even
+# Creates a context that disables ``__torch_function__`` of modes and tensor subclasses. Under a function mode, even
 # reading a shape is a Python call. Not wrapped in a function, since it is entered twice for each recorded function.
 # Fallback: a null context; recording takes several times as long.
 without_functions: Callable[[], contextlib.AbstractContextManager[Any]] = DisableTorchFunction
@@ -468,8 +468,8 @@ without_functions: Callable[[], contextlib.AbstractContextManager[Any]] = Disabl
 def version_counter(tensor: Tensor) -> Tensor | None:
     """Return an empty tensor whose version counts each in-place operation on the memory of the given tensor.
 
-    It shares the version counter but not the memory, so it keeps nothing alive. Fallback: ``None``; later in-place
-    operations are not detected.
+    The empty tensor shares the version counter but not the memory, so it keeps no memory alive. Fallback: ``None``;
+    later in-place operations are not detected.
     """
     try:
         counter = tensor.detach()
@@ -512,10 +512,10 @@ _WITH_VERSION = (Tensor, nn.Parameter)
 
 
 def without_class(tensor: Tensor) -> Tensor:
-    """Return a tensor of a user's class as a plain one, without calling the methods of the class.
+    """Convert an instance of a user's tensor subclass to a plain tensor, without calling methods of the class.
 
-    These may need attributes that a new tensor of the class does not have. A class that implements the operations
-    itself, such as ``DTensor``, holds other values than its memory, so that its tensors stay as they are.
+    These methods may need attributes that new tensors of the class do not have. Tensors of a class that implements the
+    operations itself, such as ``DTensor``, are returned unchanged, because their values differ from their memory.
     """
     kind = type(tensor)
     if kind in _WITH_VERSION or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
@@ -530,15 +530,15 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def is_wrapped_for_backward(module: nn.Module) -> bool:
-    """Return True if torch wraps the inputs and outputs of a module, because it has backward hooks."""
+    """Return True if torch wraps the inputs and outputs of a module, because the module has backward hooks."""
     return any(stored_attribute(module, name) for name in ("_backward_hooks", "_backward_pre_hooks"))
 
 
 def remove_function_mode(mode: Any) -> None:
     """Remove a ``TorchFunctionMode`` of this thread, wherever it is in the stack.
 
-    ``mode.__exit__`` removes the innermost mode, which belongs to someone else if the modes do not end in the reverse
-    order. If someone else has removed this mode in that way, their own is still there and is removed. Fallback: the
+    ``mode.__exit__`` removes the innermost mode, which is a different mode if modes do not end in reverse order. If
+    the exit of another mode has removed this mode, the other mode is still on the stack and is removed. Fallback: the
     innermost mode is removed.
     """
     is_known = _function_modes is not None and _pop_mode is not None and _push_mode is not None

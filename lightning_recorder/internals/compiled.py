@@ -1,4 +1,4 @@
-"""Compiled parts of a model, calls of compiled code, and its eager execution on recorded steps."""
+"""Detection of compiled modules, observation of compiled calls, and eager execution in recorded steps."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class CompiledCallObserver(Protocol):
         """Handle the start of a call.
 
         Returns:
-            A function that is called with the arguments, the keyword arguments and the result when the call ends; or
-            ``None``. The result is ``None`` if the call raised, or if torch does not expose it.
+            ``None``, or a function that is called with the arguments, the keyword arguments and the result when the
+            call ends. The result is ``None`` if the call raised, or if torch does not expose it.
         """
 
 
 class _Observed:
-    """The observers of the process, and the torch function that is replaced while there are any."""
+    """The observers of the process, and the torch function that is replaced while there are observers."""
 
     lock = threading.RLock()
     observers: tuple[weakref.ref[CompiledCallObserver], ...] = ()
@@ -62,24 +62,24 @@ class _Observed:
 def observe_compiled_calls(observer: CompiledCallObserver, *, first: bool = False) -> bool:
     """Call a function at each call of compiled code in the process, until :func:`stop_observing`.
 
-    Code that is compiled later, or for the first time during the call, is included. Without an observer such calls run
-    no code of this package.
+    Calls of code that is compiled later, or during the call, are included. Without an observer, calls of compiled code
+    run no code of this package.
 
-    With ``first``, the observer is called before the others, and not after them.
+    With ``first``, the observer is called before all others instead of after them.
 
     Returns:
-        False if this version of torch has no suitable entry point; then nothing is observed.
+        False if nothing is observed, because this version of torch has no suitable entry point.
     """
     eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
     with _Observed.lock:
         if not hasattr(eval_frame, "_callback_from_stance"):
             return False
-        # Each call of compiled code calls this function to decide how to run its frames, after entering its own
-        # contexts.
+        # torch calls this function at each call of compiled code, to decide how to run its frames. The contexts of the
+        # call have been entered before.
         if eval_frame._callback_from_stance is not _callback_from_stance:
             _Observed.original = staticmethod(eval_frame._callback_from_stance)
             eval_frame._callback_from_stance = _callback_from_stance
-        # A weak reference: an abandoned recording must not be kept alive.
+        # A weak reference, so that an abandoned recording is not kept alive.
         kind: Any = weakref.WeakMethod if inspect.ismethod(observer) else weakref.ref
         reference = kind(observer, _remove_dead)
         others = _Observed.observers
@@ -88,7 +88,7 @@ def observe_compiled_calls(observer: CompiledCallObserver, *, first: bool = Fals
 
 
 def _remove_dead(reference: object, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-    if not is_finalizing():  # the names of this module may be None already, so the function comes with the defaults
+    if not is_finalizing():  # a default argument, because module globals may already be None
         stop_observing(None)
 
 
@@ -102,9 +102,9 @@ def stop_observing(observer: CompiledCallObserver | None) -> None:
 
 
 def _callback_from_stance(callback: Any) -> Any:
-    # ``callback`` is ``None`` for functions that are excluded from compilation.
+    # ``callback`` is ``None`` for functions excluded from compilation.
     if callback is not None and _Observed.observers:
-        with suppress(Exception):  # if the names in torch's frame differ, the call is not observed
+        with suppress(Exception):  # the call is not observed if torch's frame has other variable names
             _notify(sys._getframe(1))
     return None if _Observed.original is None else _Observed.original(callback)
 
@@ -119,17 +119,17 @@ def _notify(frame: FrameType) -> None:
         observer = reference()
         end = None if observer is None else observer(function)
         if end is not None:
-            # torch calls the functions in this list when the call ends, even if it raises.
+            # torch calls the functions in this list when the call ends, even if the call raises.
             cleanups.append(partial(_end_call, end))
 
 
 def _end_call(end: Callable[[Any, Any, Any], object]) -> None:
-    names = sys._getframe(1).f_locals  # torch's wrapper; keeping the frame would be a cycle that keeps tensors alive
+    names = sys._getframe(1).f_locals  # torch's wrapper; a reference to the frame would be a cycle
     end(names.get("args"), names.get("kwargs"), names.get("result"))
 
 
 def _is_private_of_torch(function: Any) -> bool:
-    """Return True if torch compiled one of its own local functions, as an eager ``flex_attention`` does."""
+    """Return True for a local function that torch itself compiles, as in an eager ``flex_attention``."""
     name = getattr(function, "__qualname__", "")
     return "<locals>._" in name and str(getattr(function, "__module__", "")).startswith("torch.")
 
@@ -159,8 +159,8 @@ def describe_compiled(function: Callable[..., Any]) -> str:
 def compiled_modules(root: nn.Module) -> ModuleSet:
     """Return the modules whose calls run compiled code, including all their submodules.
 
-    They are compiled by ``torch.compile(module)``, by ``module.compile()``, or as an entire LightningModule. Compiled
-    functions are not included; :func:`observe_compiled_calls` observes their calls.
+    Modules are compiled by ``torch.compile(module)``, by ``module.compile()``, or as part of a compiled
+    LightningModule. Compiled functions are not included; :func:`observe_compiled_calls` observes their calls.
 
     Example:
         >>> import torch
@@ -180,9 +180,9 @@ def compiled_modules(root: nn.Module) -> ModuleSet:
 
 
 def flex_attention_users(root: nn.Module) -> list[str]:
-    """Return the names of the modules that use ``flex_attention``, which needs far more memory when it is not compiled.
+    """Return the names of the modules that use ``flex_attention``, which needs much more memory without compilation.
 
-    They are found by the name in the code of their ``forward``, or in the configuration of a transformers model.
+    These modules mention the name in the code of ``forward``, or in the configuration of a transformers model.
     """
     return [name for name, module in named_modules_of(root) if _uses_flex_attention(module)]
 
@@ -200,14 +200,14 @@ class _Stance:
     """The single stance of the process and the number of its holders."""
 
     # Reentrant, since the garbage collector may release an abandoned hold while this thread acquires or releases
-    # another.
+    # another hold.
     lock = threading.RLock()
     holders = 0
     stance: AbstractContextManager[object] | None = None
     calls = 0
     """The number of calls of compiled code that have run eagerly so far."""
     ran: dict[str, int]
-    """The number of the latest call of each of these functions, by name."""
+    """The number of the latest eager call of each compiled function, by name."""
 
 
 _Stance.ran = {}
@@ -222,16 +222,16 @@ def _note(function: Callable[..., object], /) -> None:
 class EagerStance:
     """A hold on ``torch.compiler.set_stance("force_eager")``.
 
-    The first hold sets the stance; releasing the last one restores the previous stance.
+    The first hold sets the stance. Releasing the last hold restores the previous stance.
 
-    Hooks that are registered on a compiled module after its first call silently never fire. Under the stance they do,
-    and the compiled code is reused afterwards without recompilation. Several recorders may hold the stance over the
-    same step and release it in the order in which they acquired it. Nested context managers would then stay in eager
-    mode, hence the counter.
+    Hooks that are registered on a compiled module after its first call silently never fire. Under the stance they do
+    fire, and the compiled code is reused afterwards without recompilation. Holds are counted, because several recorders
+    may hold the stance during the same step and release it in the order in which they acquired it. Context managers
+    that do not end in reverse order would stay in eager mode.
 
     Note:
-        The stance is global to the process. If ``torch._dynamo`` was never imported, nothing can be compiled and
-        holding the stance is a no-op.
+        The stance is global to the process. If ``torch._dynamo`` was never imported, nothing is compiled and holding
+        the stance is a no-op.
     """
 
     def __init__(self) -> None:
@@ -255,7 +255,7 @@ class EagerStance:
                 self._ran.update(dict.fromkeys(name for name, call in _Stance.ran.items() if call > since))
 
     def __reduce__(self) -> tuple[type[EagerStance], tuple[()]]:
-        return EagerStance, ()  # a copy has no hold
+        return EagerStance, ()  # a copy does not hold the stance
 
     def __del__(self) -> None:
         # During interpreter shutdown torch is unusable and nothing will be compiled.
@@ -269,7 +269,7 @@ class EagerStance:
         with _Stance.lock:
             if _Stance.holders == 0:
                 stance = _Stance.stance = torch.compiler.set_stance("force_eager")
-                # If the user's own stance is the same, this one changes nothing.
+                # If the user has set the same stance, this hold changes nothing.
                 if getattr(getattr(stance, "prev", None), "stance", "") != "force_eager":
                     observe_compiled_calls(_note)
             _Stance.holders += 1

@@ -1,8 +1,8 @@
-"""The operators that record inside compiled code, and the switch between the graphs with and without them.
+"""The operators that record inside compiled code, and the switch between recording and non-recording graphs.
 
 A hook that torch.compile traces calls ``torch.ops.lightning_recorder.receive``, ``probe`` or ``watch``, which become
 opaque operators of the graph. One of their arguments is a token: a number that identifies the receiver of the tensor at
-run time. It is an input of the graph and not a constant, so equal blocks of a model share one graph.
+run time. The token is an input of the graph and not a constant, so that equal blocks of a model share one graph.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ __all__ = [
 ]
 
 _TESTED = (2, 13)
-"""The first version of torch with which recording inside compiled code was tested."""
+"""The lowest version of torch with which recording inside compiled code was tested."""
 
 
 class TraceReceiver(Protocol):
-    """The receiver of the tensors of a token."""
+    """The receiver of tensors with a token."""
 
     def receive(self, path: str, tensor: Tensor, /) -> None:
         """Process a tensor at a path. The tensor must not be kept."""
@@ -54,22 +54,22 @@ _numbers = count()
 ACTIVE = ""
 """The keys of the recordings that are switched on, such as ``"|activations|gradients|"``.
 
-Compiled code has a guard on this text, so there is one graph for each combination that occurs. A text and not a number,
-because torch.compile makes a number that changes an input of the graph.
+Compiled code has a guard on this string, so there is one graph for each combination that occurs. It is not a number,
+because torch.compile would turn a changing number into an input of the graph.
 """
 
 _holders: Counter[str] = Counter()
 
 
 def switch(key: str, *, on: bool) -> None:
-    """Switch a recording on or off. Several holders may switch the same key on; the last one switches it off."""
+    """Switch a recording on or off. If several holders switch a key on, it stays on until all have switched it off."""
     global ACTIVE  # noqa: PLW0603 - a guard on a global is one guard for all hooks of a graph
     _holders[key] += 1 if on else -1
     ACTIVE = "".join(f"|{each}|" for each in sorted(+_holders))
 
 
 def new_token(receiver: TraceReceiver) -> Tensor:
-    """Return a token of a receiver, ``[1]`` int64 on the CPU. The receiver is not kept alive."""
+    """Return a token for a receiver, ``[1]`` int64 on the CPU. The token does not keep the receiver alive."""
     number = next(_numbers)
     _receivers[number] = receiver
     with torch.inference_mode(False):
@@ -83,7 +83,7 @@ def _receive(token: Tensor, value: Tensor, path: str) -> None:
 
 
 def _ignore(token: Tensor, value: Tensor, path: str) -> None:
-    """The meta function of the operators without a result."""
+    """The meta implementation of the operators that return nothing."""
 
 
 class _Probe(torch.autograd.Function):
@@ -92,7 +92,7 @@ class _Probe(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, token: Tensor, path: str) -> Tensor:
         ctx.token, ctx.path = token, path
-        # Not a view for autograd: it would forbid in-place operations on the result.
+        # Not a view for autograd, which would forbid in-place operations on the result.
         return value.detach()
 
     @staticmethod
@@ -102,8 +102,8 @@ class _Probe(torch.autograd.Function):
 
 
 def _probe(value: Tensor, token: Tensor, path: str, given: list[Tensor]) -> Tensor:
-    # The identity changes the order in which autograd adds the parts of a gradient, if the caller also uses the tensor
-    # before the identity. A hook does not, but it is lost when a view is changed in place.
+    # If the caller also uses the original tensor, the identity changes the order in which autograd sums the gradient. A
+    # hook does not change the order, but is lost when a view is changed in place.
     if value.grad_fn is None or not is_view(value) or any(each is value for each in given):
         _watch(token, value, path)
         return value
@@ -116,7 +116,7 @@ def _watch(token: Tensor, value: Tensor, path: str) -> None:
     if not isinstance(value, _symbolic()):
         _watch_now(token, value, path)
     elif value.grad_fn is None or not value.grad_fn.next_functions:
-        # This is an input of the graph, which has only a part of its gradient. The hook is registered when it runs.
+        # The tensor is an input of the graph, which only computes part of its gradient. Register the hook at run time.
         torch.ops.lightning_recorder.watch_now(token, value, path)
     else:
         _allow_changes(token)
@@ -130,7 +130,7 @@ def _watch_now(token: Tensor, value: Tensor, path: str) -> None:
 
 
 def _symbolic() -> tuple[type[Tensor], ...]:
-    """Return the classes of the tensors with which torch.compile traces the backward pass."""
+    """Return the tensor classes with which torch.compile traces the backward pass."""
     from torch._subclasses import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
@@ -144,8 +144,8 @@ def _pass_on(token: Tensor, path: str, grad: Tensor) -> None:
 def _allow_changes(token: Tensor) -> None:
     """Exclude a token from the check that tensors saved for the backward pass have not changed.
 
-    An operator that seems to change its token does not. Without this, a graph that is called twice before the backward
-    pass, such as that of a shared block, would raise with the backend ``aot_eager``.
+    The operators are declared to change their token, but do not. Without this exclusion, a graph that is called twice
+    before the backward pass, such as the graph of a shared block, would raise with the backend ``aot_eager``.
     """
     with suppress(Exception):  # private functions of torch; not every caller traces
         from torch.fx.experimental.proxy_tensor import _get_proxies
@@ -155,7 +155,7 @@ def _allow_changes(token: Tensor) -> None:
 
 
 class _Defined:
-    """The library of the operators, once they are defined."""
+    """The library of the operators, after they have been defined."""
 
     library: torch.library.Library | None = None
     has_failed = False
@@ -169,7 +169,7 @@ def operators() -> bool:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if _Defined.library is None and not _Defined.has_failed and version >= _TESTED:
         _Defined.has_failed = True
-        with suppress(Exception):  # whatever another version of torch does differently, the eager stance works
+        with suppress(Exception):  # if another version of torch differs, the eager stance is used instead
             _Defined.library = _define()
             _Defined.has_failed = False
     return _Defined.library is not None
@@ -177,7 +177,7 @@ def operators() -> bool:
 
 def _define() -> torch.library.Library:
     library = torch.library.Library("lightning_recorder", "DEF")
-    # The arguments that the schemas declare as changed keep the operators from being removed as unused, or reordered.
+    # The schemas declare an argument as mutated, so that the operators are neither removed as unused nor reordered.
     library.define("receive(Tensor(a!) token, Tensor value, str path) -> ()")
     library.define("probe(Tensor(a) value, Tensor(b!) token, str path, Tensor[] given) -> Tensor(a)")
     library.define("watch(Tensor(a!) token, Tensor value, str path) -> ()")
@@ -196,7 +196,7 @@ def _define() -> torch.library.Library:
 
 
 def skip_frames_of(function: Callable[..., Any]) -> None:
-    """Prevent torch.compile from compiling a function as a graph of its own. It is still traced as part of others."""
+    """Prevent torch.compile from compiling a function as a separate graph. It is still traced inside other graphs."""
     from torch._dynamo import eval_frame
 
     code: CodeType = function.__code__
@@ -206,7 +206,7 @@ def skip_frames_of(function: Callable[..., Any]) -> None:
 
 
 def compile_time_s() -> float:
-    """Return the time that torch.compile has taken in this process, in seconds; 0 if torch does not expose it."""
+    """Return the total compile time of torch.compile in this process, in seconds; 0 if torch does not expose it."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
     spent: Any = getattr(utils, "cumulative_time_spent_ns", {})
     return sum(float(spent.get(name, 0)) for name in ("entire_frame_compile", "entire_backward_compile")) / 1e9
@@ -219,8 +219,8 @@ def why_not_traceable(root: nn.Module, modules: Iterable[nn.Module]) -> str:
     is_whole = stored_attribute(root, "_compiler_ctx") is not None  # set by Lightning on a compiled LightningModule
     compiled = {name: each for name, each in named_modules_of(root) if is_compiled(each)}
     for name, each in compiled.items():
-        # torch compiles the calls inside such a module one by one, and only those that have hooks. What counts is where
-        # its forward method is defined: the class itself may be one that FSDP derives from the user's.
+        # If forward is defined in torch, torch compiles the calls inside the module one by one, and only calls of
+        # modules with hooks. Check where forward is defined, not the class, which FSDP derives from the user's class.
         if stored_attribute(each, "_orig_mod") is None and type(each).forward.__module__.startswith("torch."):
             kind = type(each).__name__
             return f"{name!r} is a {kind} on which .compile() was called; use torch.compile(module) for it"
@@ -237,7 +237,7 @@ def why_not_traceable(root: nn.Module, modules: Iterable[nn.Module]) -> str:
 
 def _was_compiled(module: nn.Module, wanted: ModuleSet) -> bool:
     """Return True if a method of a module has compiled code that calls wanted modules without their hooks."""
-    # The hooks of a module that is itself compiled are called outside of the compiled code.
+    # Hooks on the compiled module itself are called outside of the compiled code.
     if not any(each in wanted for each in modules_of(module) if each is not module):
         return False
     entries: Any = torch._dynamo.eval_frame._debug_get_cache_entry_list
@@ -245,7 +245,7 @@ def _was_compiled(module: nn.Module, wanted: ModuleSet) -> bool:
 
 
 def _codes(module: nn.Module) -> Iterator[CodeType]:
-    """Yield the code of the methods of a module that torch.compile may have compiled."""
+    """Yield the code objects of the module's methods that torch.compile may have compiled."""
     inner = stored_attribute(module, "_orig_mod")
     if inner is not None and type(inner).__module__.startswith("torch."):
         wrapper: Any = sys.modules["torch._dynamo.external_utils"]

@@ -9,15 +9,15 @@ __all__ = ["ModuleHook"]
 
 
 class ModuleHook:
-    """Base of the hooks that this package registers on modules.
+    """Base class of the hooks that this package registers on modules.
 
     A module may be copied or pickled while it has hooks, for example as an averaged or a target network. The copy does
-    not belong to any recording: its hook is a no-op function that references neither the recording nor the original.
+    not belong to a recording: its hook is a no-op function without references to the recording or the original module.
     """
 
     @property
     def __name__(self) -> str:
-        # torch.jit.script reads the name of each hook, and compiles its code.
+        # torch.jit.script reads the name of each hook before it compiles its code.
         raise AttributeError(
             "torch.jit.script cannot compile a module while a recorder has hooks on it: script it before the fit, or "
             "in a step that is not recorded"

@@ -1,4 +1,4 @@
-"""The indices that a data loader reads of its data set, noted without a change of their order."""
+"""The dataset indices that a data loader reads, recorded without changing their order."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ __all__ = [
     "rows_of_base",
 ]
 
-_MOST_KEPT = 256  # batches whose indices are read ahead of the training, or are not asked for
+_MOST_KEPT = 256  # maximum number of batches whose indices are kept, because they are prefetched or unused
 _SIMPLE = (int, float, bool, str, bytes, type(None), np.int64)
 WATCHED = "_lightning_recorder_collate"
 """The attribute of a loader with the latest :class:`WatchedCollate`."""
-_ITERATOR: Any = getattr(torch_loaders, "_BaseDataLoaderIter", ())  # also of the loaders of torchdata
+_ITERATOR: Any = getattr(torch_loaders, "_BaseDataLoaderIter", ())  # also the base class in torchdata
 
 
 def keep_indices(loader: object) -> bool:
-    """Let a data loader keep the indices of the batches that it reads; return False if it has none.
+    """Let a data loader keep the indices of the batches that it reads. Return False if the loader has no indices.
 
-    The loader gets a subclass of its class that differs in the iterators over its sampler alone: they pass on what the
-    sampler yields, and keep it. Samplers, random numbers and the loader's attributes stay as they are.
+    The class of the loader is replaced by a subclass, whose sampler iterators also keep the indices that they yield.
+    Samplers, random numbers and the loader's attributes are unchanged.
     """
-    # A loader without automatic batches has one index for each batch, not one for each sample.
+    # A loader without automatic batching has one index per batch, not one per sample.
     if (
         not isinstance(loader, DataLoader)
         or loader.batch_sampler is None
@@ -58,13 +58,13 @@ def keep_indices(loader: object) -> bool:
     ):
         return False
     if not getattr(loader, "in_order", True) and loader.num_workers > 0:
-        return False  # the batches come in another order than the indices
+        return False  # batches arrive in another order than their indices
     kind: Any = type(loader)
     if not issubclass(kind, _KeepsIndices):
         body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
         try:
             loader.__class__ = type(kind.__name__, (_KeepsIndices, kind), body)
-        except TypeError:  # a class with a layout of its own
+        except TypeError:  # a class with an incompatible memory layout
             return False
     return True
 
@@ -78,17 +78,17 @@ def forget_indices(loader: object) -> None:
 
 
 def kept_of(iterator: object) -> object:
-    """Return the sampler of an iterator over a data loader, which keeps the indices, or the argument itself."""
+    """Return the sampler iterator of a data loader iterator, which keeps the indices, or the argument itself."""
     return getattr(iterator, "_sampler_iter", iterator)
 
 
 def is_at_end(kept: object, number: int) -> bool:
-    """Return True if an iterator has yielded no batch of this number or later; False if that is not known."""
+    """Return True if an iterator has yielded at most ``number`` batches; False if that is unknown."""
     return isinstance(kept, _KeptIterator) and number >= kept.count
 
 
 def kept_batch(kept: object, number: int) -> Any:
-    """Return the indices of the batch of this number, from what keeps those of an iterator; None if unknown."""
+    """Return the kept indices of a batch by its number; None if unknown. ``kept`` is from :func:`kept_of`."""
     if not isinstance(kept, _KeptIterator):
         return None
     place = number - (kept.count - len(kept.kept))
@@ -96,33 +96,33 @@ def kept_batch(kept: object, number: int) -> Any:
 
 
 def current_batch(iterator: object, ahead: int) -> tuple[int | None, Any]:
-    """Return the place of a batch among those of an iterator over a data loader, and the indices of its samples.
+    """Return the number of a batch in an iterator over a data loader, and the indices of its samples.
 
-    Each is None if it is not known.
+    Each of both is None if it is unknown.
 
     Args:
         iterator: The iterator.
-        ahead: The number of batches that were read after it.
+        ahead: The number of batches that were read after this batch.
     """
     if not isinstance(iterator, _ITERATOR):
         return None, None
     kept: Any = getattr(iterator, "_sampler_iter", None)
-    if isinstance(kept, _KeptIterator):  # those of torchdata count the batches before a resumption, too
+    if isinstance(kept, _KeptIterator):  # torchdata also counts the batches before a resumption
         pending = getattr(iterator, "_send_idx", 0) - getattr(iterator, "_rcvd_idx", 0)
-        place = len(kept.kept) - pending - ahead - 1  # without a call of kept_batch, because each step asks for it
+        place = len(kept.kept) - pending - ahead - 1  # kept_batch inlined, because this runs in each step
         return kept.count - pending - ahead - 1, kept.kept[place] if place >= 0 else None
     number = getattr(iterator, "_num_yielded", None)
     return number - ahead - 1 if isinstance(number, int) else None, None
 
 
 def index_numbers(found: object) -> NDArray[np.int64] | None:
-    """Return a hash of each index of a batch that is no whole number, such as a key or a pair of a row and a size.
+    """Return a hash of each index of a batch whose indices are not integers, such as keys or pairs of row and size.
 
-    The hashes are the same in each process. None if the indices are not known, or are of other types.
+    The hashes are the same in each process. None if the indices are unknown or have other types.
     """
     if not isinstance(found, (list, tuple)):
         return None
-    # The code of other types is the user's.
+    # Hashing other types would run user code.
     if not all(type(part) in _SIMPLE for each in found for part in (each if type(each) is tuple else (each,))):
         return None
     hashes = b"".join(blake2b(repr(each).encode(), digest_size=8).digest() for each in found)
@@ -130,7 +130,7 @@ def index_numbers(found: object) -> NDArray[np.int64] | None:
 
 
 def inner_loader(loader: object) -> DataLoader[Any] | None:
-    """Return the only ``DataLoader`` in the attributes of a loader, or in a list there; None otherwise."""
+    """Return the only ``DataLoader`` in the attributes of a loader, or in lists in its attributes; None otherwise."""
     found: list[DataLoader[Any]] = []
     for each in getattr(loader, "__dict__", {}).values():
         found += [part for part in (each if type(each) in (list, tuple) else [each]) if isinstance(part, DataLoader)]
@@ -138,7 +138,7 @@ def inner_loader(loader: object) -> DataLoader[Any] | None:
 
 
 def rows_of_base(dataset: object, rows: list[int]) -> list[int] | None:
-    """Return the rows of the data set below a ``Subset``, at any depth; None if the data set is none."""
+    """Convert rows of nested ``Subset`` data sets to rows of the innermost data set; None if there is no ``Subset``."""
     found: list[int] | None = None
     try:
         while type(dataset) is Subset:
@@ -150,10 +150,10 @@ def rows_of_base(dataset: object, rows: list[int]) -> list[int] | None:
 
 
 def base_rows(loader: object) -> tuple[object, list[int]] | None:
-    """Return the data set below each ``Subset`` of a loader, and the rows of it that the loader reads.
+    """Return the data set of a loader without ``Subset`` wrappers, and the rows of it that the loader reads.
 
     Returns:
-        None if they are not known: for other loaders, data sets and samplers than those of torch.
+        The data set and its rows; None if unknown, as for loaders, data sets and samplers that are not from torch.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
@@ -161,7 +161,7 @@ def base_rows(loader: object) -> tuple[object, list[int]] | None:
     if isinstance(sampler, SubsetRandomSampler):
         rows = list(map(int, sampler.indices))
     elif isinstance(sampler, (SequentialSampler, RandomSampler, DistributedSampler)):
-        rows = list(range(len(dataset)))  # type: ignore[arg-type]  # these samplers need its length, too
+        rows = list(range(len(dataset)))  # type: ignore[arg-type]  # these samplers need the length, too
     else:
         return None
     below = rows_of_base(dataset, rows)
@@ -171,7 +171,7 @@ def base_rows(loader: object) -> tuple[object, list[int]] | None:
 
 
 class _KeepsIndices(DataLoader[Any]):
-    """The first class of a loader that keeps indices."""
+    """The first base class of a loader that keeps indices."""
 
     @property
     @override
@@ -187,7 +187,7 @@ class _KeepsIndices(DataLoader[Any]):
         before = table.get("collate_fn")
         try:
             if callable(before):
-                # The iterator passes it to the workers, and the user keeps seeing his own.
+                # The iterator passes this function to the workers, and the user's own function is restored afterwards.
                 table["collate_fn"] = table[WATCHED] = WatchedCollate(before, self.dataset, self.num_workers)
         except Exception:  # noqa: BLE001 - a data set may raise anything, and shared memory may be missing
             table[WATCHED] = None
@@ -199,7 +199,7 @@ class _KeepsIndices(DataLoader[Any]):
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A copy or a pickle has the class that the user knows.
+        # A copy or a pickle has the original class.
         kind, plain = type(self), type(self).__mro__[2]
         made: Any = super().__reduce_ex__(protocol)
         is_plain = isinstance(made, tuple) and made[1] == (kind,)
@@ -207,7 +207,7 @@ class _KeepsIndices(DataLoader[Any]):
 
 
 class _Kept:
-    """Has the attributes of another object.
+    """A proxy with the attributes of another object.
 
     Args:
         inner: The object.
@@ -217,16 +217,16 @@ class _Kept:
         self._inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_inner":  # of a copy without attributes
+        if name == "_inner":  # a copy whose attributes are not set yet
             raise AttributeError(name)
         return getattr(self._inner, name)
 
 
 class _KeptSampler(_Kept):
-    """A sampler whose iterators keep what they yield."""
+    """A sampler whose iterators keep the indices that they yield."""
 
     def __iter__(self) -> Iterator[Any]:
-        # At once, because some samplers draw random numbers here and others at the first item.
+        # Not lazily, because some samplers draw random numbers in ``__iter__`` and others at the first item.
         inner = iter(self._inner)
         return (_StatefulIterator if _is_stateful(inner) else _KeptIterator)(inner)
 
@@ -235,7 +235,7 @@ class _KeptSampler(_Kept):
 
 
 class _KeptIterator(_Kept, Iterator[Any]):
-    """Passes on what an iterator yields, and keeps the latest."""
+    """Wraps an iterator, and keeps the latest items."""
 
     def __init__(self, inner: Iterator[Any]) -> None:
         super().__init__(inner)
@@ -257,14 +257,14 @@ def _is_stateful(inner: object) -> bool:
 
 
 class _Stateful(_Kept):
-    """Has the methods that torchdata looks for in the class, from Python 3.12 on without ``__getattr__``."""
+    """A proxy with state methods, because torchdata ignores ``__getattr__`` when it looks for them (Python 3.12)."""
 
     def state_dict(self) -> Any:
         """Return the state of the inner object."""
         return self._inner.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Give the inner object a state."""
+        """Load a state into the inner object."""
         self._inner.load_state_dict(state)
 
 

@@ -1,10 +1,10 @@
-"""The modules, parameters and buffers of a model, read without its code.
+"""The modules, parameters and buffers of a model, read without running its code.
 
 A class may override ``named_modules``, ``parameters``, ``__getattr__``, ``__hash__`` or a property. Such code may draw
-random numbers, change buffers or raise, and a recorder must not cause that. The functions here read the tables that
-``nn.Module`` keeps in the instance, which may be dictionaries of a class of the user as well. A class may have a
-metaclass with such code, so its name and its bases are read as ``type`` stores them. Only TorchScript modules,
-which have no such tables, are asked themselves.
+random numbers, change buffers or raise, and a recorder must not cause that. The functions in this file read the tables
+that ``nn.Module`` keeps in the instance, without calling methods of the tables, whose class may be a user's. A
+metaclass may have such code, too, so the name and the bases of a class are read as ``type`` stores them. Only methods
+of TorchScript modules are called, because these modules have no such tables.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Value = TypeVar("Value")
 
 
 def _table(module: nn.Module, name: str) -> Iterable[tuple[str, Any]]:
-    """Return the entries of a table of a module; none if its class has not called ``nn.Module.__init__``."""
+    """Return the entries of a table of a module; empty if its class has not called ``nn.Module.__init__``."""
     if is_scripted(module):
         own: Any = {
             "_parameters": lambda: module.named_parameters(recurse=False),
@@ -64,9 +64,9 @@ def _table(module: nn.Module, name: str) -> Iterable[tuple[str, Any]]:
 
 
 def table_of(module: nn.Module, name: str) -> dict[str, Any]:
-    """Return ``_parameters``, ``_buffers`` or ``_modules`` of a module; empty if it has none.
+    """Return ``_parameters``, ``_buffers`` or ``_modules`` of a module; empty if the module has no such table.
 
-    The result is for reading: a table whose class is not ``dict`` is copied without the methods of its class.
+    The result is read-only: a table whose class is not ``dict`` is copied, without calling methods of its class.
     """
     return plain_dict(_get(module, "__dict__").get(name))
 
@@ -84,23 +84,23 @@ def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[s
 
 
 def plain_dict(table: Any) -> dict[Any, Any]:
-    """Return a dictionary, or a copy that no method of its class has made; empty if it is no dictionary."""
+    """Return a plain dict with the entries, read without calling methods of a subclass; empty if not a dictionary."""
     kind: type = type(table)
     if kind is dict:
         found: dict[Any, Any] = table
         return found
-    if issubclass(kind, OrderedDict):  # has an order that dict does not know
+    if issubclass(kind, OrderedDict):  # its order is separate from that of dict
         return {key: dict.__getitem__(table, key) for key in OrderedDict.__iter__(table)}
     return dict(dict.items(table)) if issubclass(kind, dict) else {}
 
 
 def put_entry(table: dict[Any, Any], key: Any, value: Any) -> None:
-    """Set an entry of a dictionary without the methods of its class."""
+    """Set an entry of a dictionary without calling methods of a subclass."""
     (OrderedDict if issubclass(type(table), OrderedDict) else dict).__setitem__(table, key, value)
 
 
 def attributes_of(owner: object) -> dict[str, Any]:
-    """Return the attributes of an instance, even if its class has a ``__dict__`` or ``__getattribute__`` of its own."""
+    """Return the attributes of an instance, even if its class overrides ``__dict__`` or ``__getattribute__``."""
     found: dict[str, Any] = _get(owner, "__dict__")
     return found
 
@@ -110,15 +110,15 @@ _put: Any = object.__setattr__
 _MISSING = object()
 
 
-# Two forms, because the classes of a tuple would be joined to ``object``, of which every value is one.
+# Two overloads, because type checkers would join the classes of a tuple to ``object``.
 @overload
 def is_a(value: object, kinds: type[Value]) -> TypeIs[Value]: ...
 @overload
 def is_a(value: object, kinds: tuple[type, ...]) -> bool: ...
 def is_a(value: object, kinds: Any) -> bool:
-    """Return True if the class of a value is one of these or a subclass.
+    """Return True if the class of a value is one of the given classes or a subclass.
 
-    ``isinstance`` also reads ``__class__`` from the value, which calls ``__getattribute__`` of its class.
+    Unlike ``isinstance``, this does not read ``__class__`` from the value, which would call ``__getattribute__``.
     """
     return issubclass(type(value), kinds)
 
@@ -129,7 +129,7 @@ def is_scripted(module: object) -> bool:
 
 
 def takes_hooks(module: object) -> bool:
-    """Return False for a TorchScript module, unless it is the whole of a trace, whose call begins in Python."""
+    """Return False for a TorchScript module, except for the root of a trace, whose call begins in Python."""
     return not is_scripted(module) or issubclass(type(module), TopLevelTracedModule)
 
 
@@ -141,7 +141,7 @@ def is_training(module: nn.Module) -> bool:
 def hookable(module: nn.Module) -> nn.Module:
     """Return an ``nn.Module`` with the same attributes, so that no method of the module's class is called.
 
-    Hooks that are registered on it belong to the module.
+    Hooks registered on the result are hooks of the original module.
     """
     if is_scripted(module):
         return module
@@ -162,7 +162,7 @@ def children_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def named_modules_of(
     module: nn.Module, prefix: str = "", *, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield what ``named_modules()`` of ``nn.Module`` yields, in its order."""
+    """Yield the same as ``nn.Module.named_modules()``, in the same order."""
     found: list[tuple[str, nn.Module]] = []
     _collect(module, prefix, set() if remove_duplicate else None, found)
     return iter(found)
@@ -175,7 +175,7 @@ def _collect(module: nn.Module, name: str, seen: set[int] | None, found: list[tu
             return
         seen.add(key)
     found.append((name, module))
-    # As in :func:`_table`, with fewer calls.
+    # :func:`_table` inlined, to save calls.
     children = _get(module, "__dict__").get("_modules")
     is_plain = type(children) is dict  # a traced module has no tables
     if not is_plain or children:
@@ -203,7 +203,7 @@ def _named_tensors(module: nn.Module, table: str, prefix: str, recurse: bool) ->
 def named_parameters_of(
     module: nn.Module, prefix: str = "", *, recurse: bool = True
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield what ``named_parameters()`` of ``nn.Module`` yields."""
+    """Yield the same as ``nn.Module.named_parameters()``."""
     return _named_tensors(module, "_parameters", prefix, recurse)
 
 
@@ -218,7 +218,7 @@ def own_parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def named_buffers_of(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Yield what ``named_buffers()`` of ``nn.Module`` yields."""
+    """Yield the same as ``nn.Module.named_buffers()``."""
     return _named_tensors(module, "_buffers", "", recurse)
 
 
@@ -233,7 +233,7 @@ def own_buffers_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def stored_attribute(owner: object, name: str, default: Any = None) -> Any:
-    """Return an attribute that an object or its class stores; a property or ``__getattr__`` is not evaluated."""
+    """Return a stored attribute of an object or its class, without evaluating properties or ``__getattr__``."""
     if is_scripted(owner):
         return getattr(owner, name, default)
     try:
@@ -250,7 +250,7 @@ def stored_attribute(owner: object, name: str, default: Any = None) -> Any:
     return default if found is _MISSING or hasattr(type(found), "__get__") else found
 
 
-# The getters themselves, since a capture calls them for each module.
+# The getters of ``type``, not wrapped in functions, since a capture calls them for each module.
 class_name: Callable[[type], str] = vars(type)["__name__"].__get__
 """Return ``__name__`` of a class."""
 
@@ -264,7 +264,7 @@ def package_of(kind: type) -> str:
 
 
 def class_attribute(kind: type, name: str, default: Any = None) -> Any:
-    """Return what a class or the first of its bases stores under a name, such as a function or a property."""
+    """Return an attribute as stored in the first class of the MRO that has it, such as a function or a property."""
     for each in bases_of(kind):
         stored = _DICT(each)
         if name in stored:

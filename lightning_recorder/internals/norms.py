@@ -1,4 +1,4 @@
-"""The norms of many tensors with few kernels, without communication."""
+"""The norms of many tensors, computed with few kernels and without communication."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _foreach_norm = getattr(torch, "_foreach_norm", None)
 
 
 def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the Euclidean norm of each tensor, as tensors without dimensions.
+    """Return the Euclidean norm of each tensor, as 0-d tensors.
 
-    The public ``torch.nn.utils.get_total_norm`` uses the same kernels, but returns only the norm of all tensors.
-    Fallback: one kernel for each tensor. A sharded tensor counts with the part of this process, so no process waits for
-    another.
+    The public ``torch.nn.utils.get_total_norm`` uses the same kernels, but returns only the total norm. For a sharded
+    tensor, the norm of the local shard is returned, so that no process waits for another. Fallback: one kernel for each
+    tensor.
     """
     are_plain = set(map(type, tensors)) == {Tensor} and set(map(_LAYOUT, tensors)) == {torch.strided}
     parts = tensors if are_plain else [local_values(each) for each in tensors]
-    # A norm in half precision overflows.
+    # A norm in half precision may overflow.
     if _foreach_norm is None or not _LOW.isdisjoint(map(_DTYPE, parts)):
         return [
             torch.linalg.vector_norm(each.detach(), dtype=torch.float32 if each.dtype in _LOW else None)
@@ -37,10 +37,10 @@ def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def local_values(tensor: Tensor) -> Tensor:
-    """Return the part of this process of a sharded tensor, and the values of a sparse one, as a dense tensor.
+    """Return the local shard of a sharded tensor, and the values of a sparse tensor, as a dense tensor.
 
-    The values of a sparse tensor at equal indices are added, as in the gradient of an embedding that looks up a word
-    twice. Unlike ``coalesce``, this does not wait for the device.
+    The values of a sparse tensor at equal indices are added, such as in the gradient of an embedding that looks up a
+    word twice. Unlike ``coalesce``, this does not synchronize the device.
     """
     tensor = getattr(tensor, "_local_tensor", tensor).detach()
     if not tensor.is_sparse:
@@ -49,7 +49,7 @@ def local_values(tensor: Tensor) -> Tensor:
     if tensor.is_coalesced():
         return values
     flat = torch.zeros_like(tensor._indices()[0])
-    for size, index in zip(tensor.shape, tensor._indices(), strict=False):  # the other dimensions are dense
+    for size, index in zip(tensor.shape, tensor._indices(), strict=False):  # all other dimensions are dense
         flat = flat * size + index
     flat, order = flat.sort()
     places = (flat.diff(prepend=flat[:1]) != 0).cumsum(0)

@@ -16,14 +16,14 @@ class _Pauses(threading.local):
 
 
 PAUSES = _Pauses()
-"""``value`` is the number of :class:`pause_recording` that this thread is inside of."""
+"""``value`` is the number of :class:`pause_recording` contexts that this thread has entered."""
 
 
 class pause_recording:  # noqa: N801 - reads like a verb: with pause_recording()
     """Disable autograd and graph capture in this thread.
 
-    Otherwise a reduction that runs inside a hook would appear in a graph that is captured at the same step. A class and
-    not a generator, for low overhead: it is entered for every recorded tensor.
+    Without this context, a reduction inside a hook would appear in a graph that is captured in the same step. A class
+    has less overhead than a generator, which matters because the context is entered for every recorded tensor.
     """
 
     __slots__ = ("_had_grad",)
@@ -32,7 +32,7 @@ class pause_recording:  # noqa: N801 - reads like a verb: with pause_recording()
         PAUSES.value += 1
         self._had_grad = torch.is_grad_enabled()
         if self._had_grad:
-            with without_functions():  # a function mode would be called for it
+            with without_functions():  # otherwise, this would call the active function mode
                 set_grad_enabled(False)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:

@@ -43,20 +43,23 @@ __all__ = ["ModuleState", "own_copies", "read_extra_repr", "same_gradients", "sa
 class ModuleState:
     """Snapshot of everything that a forward pass may change in a net's modules.
 
-    :meth:`restore` restores the attributes of each module, including buffers and parameters, as the original objects;
-    the contents of lists, dictionaries and sets among them, including hooks; the values of buffers and of other tensors
-    among them; and the states of random number generators. The values of parameters are not copied.
+    :meth:`restore` restores:
+
+    - the attributes of each module, including buffers and parameters, as the original objects;
+    - the contents of lists, dictionaries and sets in the attributes, including hooks;
+    - the values of buffers and of other tensors in the attributes, except parameters;
+    - the states of random number generators.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.parameters: dict[int, Tensor] = {}
-        """All parameters that were found, by id, including those of modules that are not registered."""
+        """All parameters found, by id, including the parameters of unregistered modules."""
         self._taken: set[int] = set()
         self._flags: list[tuple[nn.Module, bool]] = []
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._contents: dict[int, tuple[Any, Any]] = {}
         self._empty: list[Any] = []
-        """The containers without contents; each module has a dozen."""
+        """The empty containers, of which each module has a dozen."""
         self._values: dict[int, tuple[Tensor, Tensor]] = {}
         self._generators: dict[int, tuple[Callable[[Any], object], Any]] = {}
         for module in modules:
@@ -75,7 +78,7 @@ class ModuleState:
     def take(self, module: nn.Module) -> None:
         """Save the state of a module. Idempotent.
 
-        A lazy module is skipped at first, and saved right before its first call, once it has been initialized.
+        A lazy module is not saved until it has been initialized, right before its first call.
         """
         if id(module) in self._taken:
             return
@@ -88,7 +91,7 @@ class ModuleState:
                 self.parameters[id(each)] = each
         for name, before in (("_parameters", parameters), ("_modules", modules)):
             if before:
-                # Their own entries are not searched.
+                # The entries of these tables are not searched.
                 self._contents[id(table[name])] = table[name], dict(before)
         if buffers and type(table["_buffers"]) not in _CONTAINERS:
             self._contents[id(table["_buffers"])] = table["_buffers"], dict(buffers)
@@ -107,7 +110,7 @@ class ModuleState:
                 if not value:
                     self._empty.append(value)
                 elif id(value) not in self._contents:
-                    # Their own methods are several times as fast as copy.copy.
+                    # The copy methods of containers are several times as fast as copy.copy.
                     self._contents[id(value)] = value, value.copy()
                     todo += value.values() if isinstance(value, dict) else value
             elif is_a(value, Tensor):
@@ -143,25 +146,26 @@ class ModuleState:
             if module.training != training:
                 module.training = training
         for tensor, values in self._values.values():
-            # All of them: BatchNorm writes its running statistics without increasing the tensor's version. Written
-            # through ``.data``, since a higher version would make autograd reject graphs that saved the tensor.
+            # Restore all tensors, even with an unchanged version: BatchNorm writes its running statistics without
+            # increasing the version. Write through ``.data``, because with a higher version, autograd would reject
+            # graphs that saved the tensor.
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 if tensor.shape != values.shape:
                     tensor.data = values
-                elif not _same(tensor, values):  # an unchanged tensor may be mapped from a read-only file
+                elif not _same(tensor, values):  # unchanged tensors may be mapped from a read-only file
                     tensor.data.copy_(values)
         for put_back, state in self._generators.values():
             put_back(state)
 
 
 def read_extra_repr(module: nn.Module) -> str:
-    """Return the text of ``extra_repr``, with everything as it was before; empty if it raises or returns no text."""
+    """Return the text of ``extra_repr``, and undo its side effects. Empty if it raises or returns no string."""
     kind = type(module)
     described = class_attribute(kind, "extra_repr")
     if described is nn.Module.extra_repr:
         return ""
-    # ``parametrize`` gives each parametrized module a class of its own, whose properties compute the tensors. The class
-    # before it reads the same names from the tables.
+    # ``parametrize`` gives each parametrized module a separate class, whose properties compute the tensors. The
+    # original class reads the same names from the tables.
     before = bases_of(kind)[1]
     if class_name(kind) == f"Parametrized{class_name(before)}" and "parametrizations" in table_of(module, "_modules"):
         kind, described = before, class_attribute(before, "extra_repr")
@@ -169,7 +173,7 @@ def read_extra_repr(module: nn.Module) -> str:
         if package_of(kind) == "torch":
             text: object = described(_stand_in(module, kind))
         else:
-            # Imported only when it is used, since it needs NumPy, without which a graph can be read.
+            # Imported here because it needs NumPy, which is not needed to read a graph.
             from lightning_recorder.internals.random_states import foreign_code
 
             state = ModuleState(modules_of(module))
@@ -184,7 +188,7 @@ def read_extra_repr(module: nn.Module) -> str:
 
 
 def _stand_in(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
-    """Return the module, or one with plain tables, and for a parametrized one also the original tensors."""
+    """Return the module, or a copy with plain tables; for a parametrized module, with the original tensors."""
     attributes, tables = attributes_of(module), tables_of(module)
     if type(module) is kind and all(map(operator.is_, map(attributes.get, _TABLES), tables)):
         return module
@@ -200,7 +204,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
     """Return True if two tensors of the same shape have equal values, with NaN equal to NaN."""
     try:
         return bool(((one == other) | ((one != one) & (other != other))).all())
-    except (NotImplementedError, RuntimeError):  # torch cannot compare sparse, quantized and fake tensors like this
+    except (NotImplementedError, RuntimeError):  # sparse, quantized and fake tensors are not supported
         return False
 
 
@@ -209,13 +213,13 @@ _PLAIN = frozenset((type(None), bool, int, float, str, tuple))
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 
-# Exact types only: a subclass may run arbitrary code when it is refilled.
+# Exact types only, because a subclass may run arbitrary code when it is refilled.
 _CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict, Counter))
 
 
 def _refill(container: Any, before: Any) -> None:
     """Restore the contents of a container in their original order."""
-    if isinstance(container, dict) and type(container) not in _CONTAINERS:  # a table of a class of the user
+    if isinstance(container, dict) and type(container) not in _CONTAINERS:  # a table whose class is a user's
         if _identities(plain_dict(container)) != _identities(before):
             (OrderedDict if isinstance(container, OrderedDict) else dict).clear(container)
             for key, value in before.items():
@@ -236,9 +240,9 @@ def _is_lazy(module: nn.Module) -> bool:
 
 
 def own_copies(values: Mapping[Any, Any], copied: Callable[[Tensor], Tensor] = Tensor.clone) -> dict[Any, Any]:
-    """Return copies whose tensors the net may write to. ``copied`` replaces a detached tensor at any depth."""
-    # copy.deepcopy rejects tensors computed by autograd, so the memo is filled with their replacements. An object that
-    # is passed twice remains one object: attention checks whether its query is its key.
+    """Return copies whose tensors the net may write to. ``copied`` copies the detached tensors, at any depth."""
+    # copy.deepcopy rejects tensors computed by autograd, so put their copies into the memo. The memo also preserves
+    # identity, because attention checks whether its query is its key.
     tensors = [tensor for _, tensor in iter_tensors(values)]
     memo = {id(each): _like(each, copied(each.detach())) for each in tensors}
     return {key: _copied(value, memo) for key, value in values.items()}
@@ -249,7 +253,7 @@ def _like(tensor: Tensor, copied: Tensor) -> Tensor:
     if not tensor.requires_grad:
         return copied
     leaf = copied.requires_grad_()
-    # A net may write in place to a computed tensor, but not to a leaf that requires a gradient.
+    # In-place writes are allowed on a computed tensor, but not on a leaf that requires a gradient.
     with torch.enable_grad():
         return leaf if tensor.is_leaf else leaf.clone()
 
@@ -257,12 +261,12 @@ def _like(tensor: Tensor, copied: Tensor) -> Tensor:
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
     try:
         return copy.deepcopy(value, memo)
-    except Exception:  # noqa: BLE001 - copying may raise anything; the object is then passed without a copy
+    except Exception:  # noqa: BLE001 - copying may raise anything, and then the object itself is passed
         return value
 
 
 def _numpy() -> Any:
-    """Return NumPy, imported only when a model is run: a recorded graph can be read without it."""
+    """Return NumPy, which is imported when a model is run, and not needed to read a recorded graph."""
     import numpy as np
 
     return np
@@ -290,8 +294,8 @@ def same_random_numbers(devices: Iterable[torch.device]) -> Iterator[None]:
 
 @contextmanager
 def same_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Restore ``grad`` and ``requires_grad`` of leaf tensors on exit; inside the block the gradients are None."""
-    # Detached instead of copied: a backward pass then creates new gradients instead of accumulating into these.
+    """Restore ``grad`` and ``requires_grad`` of leaf tensors on exit. Inside the block, the gradients are None."""
+    # Set aside instead of copied, so that a backward pass creates new gradients and does not accumulate into these.
     leaves = [(each, each.requires_grad, each.grad) for each in tensors if each.is_leaf]
     for leaf, _, gradient in leaves:
         if gradient is not None:

@@ -16,23 +16,23 @@ from torch import Tensor
 
 __all__ = ["RandomStates", "foreign_code", "unchanged_random_numbers"]
 
-_MT19937_BYTES = 624 * 4 + 4  # the words of the generator and the position in them
-# Each number moves the position, and every 624 numbers replace all words. So it suffices to compare a few of them.
+_MT19937_BYTES = 624 * 4 + 4  # the 624 words of the generator, and the position in the words
+# Each number moves the position, and every 624 numbers replace all words. So it suffices to compare a few words.
 _COMPARED_BYTES = 64
 
 
 class RandomStates:
-    """The states of the generators of torch, Python and NumPy, with those of further devices than the CPU.
+    """The states of the generators of torch, Python and NumPy, on the CPU and optionally on other devices.
 
     Note:
-        Does not wait for a device: the state of a CUDA generator is a seed and an offset on the host. Reading the state
-        of NumPy takes 50 µs and that of Python 15 µs, so each is read again only if the memory of its generator has
-        changed, of which the position and 15 words are compared.
+        Does not wait for a device, because the state of a CUDA generator is a seed and an offset on the host. Reading
+        the state takes 50 µs for NumPy and 15 µs for Python. Each state is therefore read again only if the memory of
+        its generator has changed. The position and 15 words are compared.
     """
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         self.torch = torch.get_rng_state()
-        # This runs at every step, so the usual case, in which no number was drawn, makes no further calls.
+        # This runs in every step, so avoid calls in the usual case that no number was drawn.
         python: Any = getattr(random.getstate, "__self__", None)  # a program may have replaced the function
         numpy = _BIT_GENERATOR()
         if python is not _Python.generator or _Python.seen != (_Python.memory[:_COMPARED_BYTES], python.gauss_next):
@@ -54,7 +54,7 @@ class RandomStates:
             torch.get_device_module(device).set_rng_state(state, device)
 
     def equal(self, other: RandomStates) -> bool:
-        """Return True if these states are those of an earlier time, so that no number was drawn in between."""
+        """Return True if both states are equal, which means that no number was drawn in between."""
         # States of Python and NumPy are read again only if they have changed.
         are_same = self.python is other.python or self.python == other.python
         are_same &= self.numpy is other.numpy or repr(self.numpy) == repr(other.numpy)
@@ -74,7 +74,7 @@ class RandomStates:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> RandomStates:
-        """Return the states that :meth:`tensors` and :meth:`numbers` have returned.
+        """Create the states from the results of :meth:`tensors` and :meth:`numbers`.
 
         Raises:
             LookupError, TypeError, ValueError, RuntimeError: If a generator of the host does not accept its state.
@@ -98,7 +98,7 @@ class RandomStates:
 @contextmanager
 def unchanged_random_numbers(device: torch.device) -> Iterator[None]:
     """Restore the generators of the CPU and of a device on exit, if their states have changed."""
-    # The functions of other devices take other arguments.
+    # Other devices have different functions.
     devices = [device] if device.type in ("cuda", "xpu") else []
     before = RandomStates(devices)
     try:
@@ -109,7 +109,7 @@ def unchanged_random_numbers(device: torch.device) -> Iterator[None]:
 
 
 def foreign_code() -> AbstractContextManager[None]:
-    """Return a context for code of the user that the training does not call, which may draw random numbers."""
+    """Return a context for user code that runs only because of the recorder. It restores random number generators."""
     is_cuda = torch.cuda.is_initialized()
     return unchanged_random_numbers(
         torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
@@ -117,7 +117,7 @@ def foreign_code() -> AbstractContextManager[None]:
 
 
 class _Python:
-    generator: Any = ...  # the one whose memory is known
+    generator: Any = ...  # the generator whose memory is known
     memory: Any = None
     seen: Any = None
     state: Any = None
@@ -130,18 +130,18 @@ def _read_python(generator: Any) -> None:
         return
     if generator is not _Python.generator:
         _Python.generator, _Python.memory = generator, _python_memory(generator)
-    # The normal number that the generator keeps for the next call is no part of this memory.
+    # The normal number that the generator keeps for the next call is not part of this memory.
     _Python.seen = _Python.memory[:_COMPARED_BYTES], generator.gauss_next
 
 
 def _python_memory(generator: random.Random) -> Any:
-    """Return the memory of a generator of Python as an array of bytes, valid as long as the generator."""
+    """Return the memory of a Python generator as an array of bytes, valid as long as the generator exists."""
     header = object.__basicsize__
     return (ctypes.c_char * (_random.Random.__basicsize__ - header)).from_address(id(generator) + header)
 
 
 def _can_read_python() -> bool:
-    """Return True if the memory of a generator begins with its state: the position and the words."""
+    """Return True if the memory of a Python generator begins with its state: the position and the words."""
     if sys.implementation.name != "cpython":
         return False
     generator = random.Random(0)
@@ -155,14 +155,14 @@ def _can_read_python() -> bool:
 
 
 class _Numpy:
-    generator: object = ...  # the one whose memory is known
+    generator: object = ...  # the generator whose memory is known
     memory: Any = None
     seen: Any = None
     state: Any = None
 
 
 _BIT_GENERATOR: Any = getattr(np.random, "get_bit_generator", lambda: None)
-_COMPARED_OF_NUMPY = slice(_MT19937_BYTES - _COMPARED_BYTES, None)  # the position is behind the words
+_COMPARED_OF_NUMPY = slice(_MT19937_BYTES - _COMPARED_BYTES, None)  # the position follows the words
 
 
 def _read_numpy(generator: Any) -> None:

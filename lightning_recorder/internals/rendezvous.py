@@ -1,4 +1,4 @@
-"""An agreement of all processes of a training without a collective."""
+"""An agreement among all ranks without a collective."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ __all__ = ["missing_ranks"]
 
 
 def missing_ranks(name: str, *, timeout_s: float) -> list[int] | None:
-    """Return the ranks that do not call this function with the same name in time; empty if all do.
+    """Return the ranks that do not call this function with the same name in time; empty if all ranks do.
 
-    The ranks write keys into the store of the default process group. All ranks that call this function return at the
-    same decision, either an empty or a nonempty result. Ranks that do not call it are not disturbed, unlike by a
-    collective.
+    The ranks write keys into the store of the default process group. All ranks that call this function agree on whether
+    ranks are missing. Unlike a collective, this does not disturb ranks that do not call it.
 
     Args:
         name: A name that is equal on all ranks, used once.
-        timeout_s: The time that the first rank waits for the others. They wait three times as long for its decision.
+        timeout_s: The time that the first rank waits for the other ranks. They wait three times as long for the
+            decision of the first rank.
 
     Returns:
-        The missing ranks. On the other ranks than the first, a nonempty result is ``[0]`` if the first rank is missing
-        and this rank has found that out, and None if another rank has.
+        On the first rank, the missing ranks. On other ranks, an empty list if no rank is missing. Otherwise, ``[0]`` if
+        this rank has found that the first rank is missing, and None if another rank has decided.
     """
     store = dist.distributed_c10d._get_default_store()
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -35,7 +35,7 @@ def missing_ranks(name: str, *, timeout_s: float) -> list[int] | None:
     else:
         answer = "" if _wait(store, [decision], 3 * timeout_s) else f"no, by {rank}"
     if answer:
-        # Atomic: the first answer is that of all ranks.
+        # Atomic, so that all ranks use the first answer.
         store.compare_set(decision, "", answer)
     found = store.get(decision).decode()
     if found == "yes":
@@ -48,6 +48,6 @@ def missing_ranks(name: str, *, timeout_s: float) -> list[int] | None:
 def _wait(store: Any, keys: list[str], timeout_s: float) -> bool:
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
-    except RuntimeError:  # DistStoreError is one
+    except RuntimeError:  # DistStoreError is a subclass
         return False
     return True

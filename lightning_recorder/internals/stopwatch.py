@@ -24,13 +24,13 @@ class Stopwatch:
     """Accumulate spans of time across threads.
 
     Args:
-        device: The device of the work. On a GPU, where the host only enqueues the work, the time between two events in
-            its stream is measured as well.
+        device: The device of the work. On a GPU, where the host only enqueues the work, the time between two CUDA
+            events is measured as well.
         clock: A monotonic clock of the host, in seconds.
 
     Note:
-        Starting and stopping never synchronize the device. :meth:`take_ms` reads events, so call it after something
-        that has already synchronized.
+        Starting and stopping never synchronize the device. :meth:`take_ms` waits for events, so call it after an
+        operation that has already synchronized the device.
 
     Example:
         >>> ticks = iter([1.0, 1.5, 2.0, 2.25])
@@ -80,7 +80,7 @@ class Stopwatch:
         return 1000 * sum(self._spans)
 
     def take_ms(self) -> float:
-        """Return the milliseconds of all spans since the last call, on the host or on the GPU, whichever is larger."""
+        """Return the total time of all spans since the last call, in milliseconds: the larger of host and GPU time."""
         spans, self._spans = self._spans, []
         events, self._events = self._events, []
         on_gpu: float = sum(first.elapsed_time(last) for first, last in events if last.query())
@@ -88,7 +88,7 @@ class Stopwatch:
 
 
 def elapsed_ms(first: Started, last: Started) -> float:
-    """Return the milliseconds between the starts of two spans, on the GPU if it has them. Waits for the GPU."""
+    """Return the milliseconds between the starts of two spans, measured on the GPU if possible. Waits for the GPU."""
     if first.event is None or last.event is None:
         return 1000 * (last.at - first.at)
     last.event.synchronize()

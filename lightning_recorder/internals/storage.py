@@ -24,16 +24,16 @@ __all__ = [
 # Fast path for the common classes, since this check runs for every tensor in a capture.
 _WITH_VALUES = (Tensor, Parameter)
 
-# The address by which torch identifies a storage.
+# Returns the address by which torch identifies a storage.
 # Fallback: create a weak reference and return its address, which takes several times as long.
 address_of: Callable[[UntypedStorage], int] = (
     attrgetter("_cdata") if hasattr(UntypedStorage, "_cdata") else lambda storage: StorageWeakRef(storage).cdata
 )
 
-# Weak references to storages as plain addresses: a capture creates thousands, and torch's own class creates a method
-# for each. ``hold_address`` keeps the address of a storage from being reused, without keeping its memory alive, and
-# returns the address. It must be released once for each time that it was held. ``is_expired`` returns True if the
-# memory of a storage with a held address is freed.
+# Weak references to storages as plain addresses. A capture creates thousands of references, and torch's own class would
+# create a method for each. ``hold_address`` returns the address of a storage, and prevents its reuse without keeping
+# the memory alive. Each hold must be released once. ``is_expired`` returns True if the memory at a held address is
+# freed.
 # Fallback: addresses may be reused during a capture, and no storage counts as freed.
 hold_address: Callable[[UntypedStorage], int] = getattr(UntypedStorage, "_weak_ref", address_of)
 release_address: Callable[[int], object] = getattr(UntypedStorage, "_free_weak_ref", lambda address: None)
@@ -55,7 +55,7 @@ def reference_counts(tensor: Tensor) -> tuple[int, int]:
 
 
 def storage_of(tensor: Tensor) -> UntypedStorage | None:
-    """Return the storage of a tensor; ``None`` if it has none of its own, such as a sparse tensor."""
+    """Return the storage of a tensor; ``None`` for a tensor without a storage, such as a sparse tensor."""
     if type(tensor) not in _WITH_VALUES and is_uninitialized(tensor):
         return None
     try:

@@ -1,4 +1,4 @@
-"""The threads in which torch computes."""
+"""The number of threads that torch operations use."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _SETTERS = ("omp_set_num_threads", "MKL_Set_Num_Threads_Local")
 
 
 def compute_alone() -> None:
-    """Let the torch operations of the current thread run without further threads.
+    """Let the torch operations of the current thread use this thread only.
 
-    The threads that operations of a background thread start cost the training more than these operations: with more
-    OpenMP threads than cores, those of the training sleep instead of spin at the end of each parallel part. Other
-    threads keep their number of threads, which ``torch.set_num_threads`` would change for new ones. There is no effect
-    if torch uses neither OpenMP nor MKL.
+    If the operations of a background thread started more threads, these would slow down the training more than the
+    operations themselves: with more OpenMP threads than cores, the training's threads sleep instead of spin at the end
+    of each parallel region. The settings of other threads do not change. ``torch.set_num_threads`` would change the
+    setting of new threads, too. No effect if torch uses neither OpenMP nor MKL.
     """
-    torch.get_num_threads()  # torch sets the number when a thread uses it for the first time
+    torch.get_num_threads()  # torch sets the number at its first use in a thread, so cause this first use now
     for library in _libraries():
         for name in _SETTERS:
             if hasattr(library, name):
@@ -31,10 +31,10 @@ def compute_alone() -> None:
 
 
 def _libraries() -> Iterator[ctypes.CDLL]:
-    """Return the libraries of the process that may have the functions."""
+    """Yield the libraries of the process that may contain the functions."""
     with suppress(OSError, TypeError):  # Windows has no handle for all libraries
         yield ctypes.CDLL(None)
-    # MKL is a part of this library, whose names are not visible to others.
+    # This library contains MKL, whose symbols are not visible globally.
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     if hasattr(os, "RTLD_NOLOAD"):
         with suppress(OSError):

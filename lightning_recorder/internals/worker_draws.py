@@ -16,45 +16,45 @@ from torch.utils.data import get_worker_info
 
 __all__ = ["Draws", "WatchedCollate", "draws_of"]
 
-_CALLS = 3  # batches of each worker that are noted
+_CALLS = 3  # number of batches per worker to examine
 _MOST_SOURCES = 16
-_MOST_ENTRIES = 64  # of a list or a dictionary that is searched
+_MOST_ENTRIES = 64  # maximum length of lists and dictionaries to search
 _DEEPEST = 5
-_MOST_SEARCHED = 2000  # objects in a data set
+_MOST_SEARCHED = 2000  # maximum number of objects to search in a data set
 _PLAIN = (str, bytes, int, float, bool, type(None), type, Tensor, np.ndarray)
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
-_FOREIGN = ("torch", "torchvision", "numpy", "random")  # whose functions are not searched
+_FOREIGN = ("torch", "torchvision", "numpy", "random")  # packages whose functions are not searched
 
 
 class Draws(NamedTuple):
-    """A source of random numbers of which several workers draw the same."""
+    """A random number generator from which several workers draw the same numbers."""
 
-    source: str  # its name, such as ``"numpy.random"`` or ``"dataset.rng"``
-    workers: int  # the number of workers that draw the same
-    first: tuple[int, ...]  # digests of the states of the first worker, to be compared with those of another epoch
+    source: str  # the name of the generator, such as ``"numpy.random"`` or ``"dataset.rng"``
+    workers: int  # the number of workers that draw the same numbers
+    first: tuple[int, ...]  # digests of the states in the first worker, to compare with another epoch
 
 
 class WatchedCollate:
-    """A ``collate_fn`` that notes the states of the random number generators after the first batches of a worker.
+    """A ``collate_fn`` that records the states of random number generators after the first batches of each worker.
 
-    It changes neither the samples nor the generators.
+    Samples and generators are unchanged.
     """
 
     def __init__(self, collate: Callable[[Any], Any], dataset: object, workers: int) -> None:
         self.collate = collate
         self.names = [name for name, _ in _sources(dataset)]
-        # The seed that a state comes from, the state, and 1 if it was noted.
+        # For each entry: a digest of the seed, a digest of the state, and 1 if the entry was recorded.
         self.table = torch.zeros(workers, _CALLS, len(self.names), 3, dtype=torch.int64, device="cpu").share_memory_()
         self._calls = 0
 
     def __call__(self, samples: Any) -> Any:
-        """Return the batch of some samples."""
+        """Collate samples to a batch."""
         found = self.collate(samples)
         info = get_worker_info()
         if info is not None and self._calls < _CALLS:
             try:
                 self._note(info.id, info.dataset)
-            except Exception:  # noqa: BLE001 - a data set may hold anything; then nothing is known of this worker
+            except Exception:  # noqa: BLE001 - a data set may hold anything; on an error, this worker is not examined
                 self._calls = _CALLS
         return found
 
@@ -67,9 +67,9 @@ class WatchedCollate:
 
 
 def draws_of(watched: WatchedCollate) -> list[Draws]:
-    """Return the sources that draw in each batch and that have the same seed in all workers.
+    """Return the generators that are used in each batch and have the same seed in all workers.
 
-    With a single worker, this is each source that draws; it is to be compared with that of another epoch.
+    With a single worker, these are all generators that are used. Compare them with another epoch.
     """
     table = watched.table.clone()
     used = table[table[:, -1, 0, 2] > 0] if watched.names else table[:0]
@@ -83,7 +83,7 @@ def draws_of(watched: WatchedCollate) -> list[Draws]:
 
 
 def _sources(dataset: object) -> list[tuple[str, Any]]:
-    """Return the global generators, and those that a data set holds or that its methods use, by name."""
+    """Return the global generators, and the generators that a data set holds or that its methods use, by name."""
     found: list[tuple[str, Any]] = [("numpy.random", np.random), ("random", random), ("torch", torch)]
     return [*found, *_inside(dataset, "dataset", set(), 0)][:_MOST_SOURCES]
 
@@ -116,7 +116,7 @@ def _inside(value: Any, name: str, seen: set[int], depth: int) -> Iterator[tuple
 
 
 def _used(function: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
-    """Yield the generators among the global variables that a function uses, and those of the functions that it uses."""
+    """Yield the generators among the global variables that a function uses, also through functions that it calls."""
     code = getattr(function, "__code__", None)
     module = str(function.__module__)
     if code is None or id(code) in seen or depth > _DEEPEST or len(seen) >= _MOST_SEARCHED:
@@ -139,7 +139,7 @@ def _used(function: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any]
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    """Yield the names of global variables and attributes in a function, and in the functions that it defines."""
+    """Yield the names of global variables and attributes used in a function and in its nested functions."""
     yield from code.co_names
     for each in code.co_consts:
         if isinstance(each, CodeType):
@@ -147,10 +147,10 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def _digests(source: Any) -> tuple[int, int]:
-    """Return a digest of the seed of a generator, as far as its state tells, and one of its state."""
+    """Return a digest of the seed of a generator, as far as the state reveals it, and a digest of the state."""
     if source is torch:
         state: Any = torch.get_rng_state().numpy().tobytes()
-        # torch keeps the seed itself.
+        # torch stores the seed itself.
         return torch.initial_seed() & 0x7FFFFFFF, zlib.crc32(state)
     if isinstance(source, torch.Generator):
         return source.initial_seed() & 0x7FFFFFFF, zlib.crc32(source.get_state().numpy().tobytes())
@@ -160,10 +160,10 @@ def _digests(source: Any) -> tuple[int, int]:
     if isinstance(source, np.random.Generator):
         state = source.bit_generator.state
         inner = state["state"]
-        # The increment of a PCG64 and the key of a Philox follow from the seed alone.
+        # The increment of a PCG64 and the key of a Philox only depend on the seed.
         seed = inner.get("inc", inner.get("key")) if isinstance(inner, dict) else inner
         return _crc(seed), _crc(state)
-    state = source.get_state()  # of numpy
+    state = source.get_state()  # a NumPy generator
     return _crc(state[1].tobytes()), _crc((state[1].tobytes(), state[2]))
 
 

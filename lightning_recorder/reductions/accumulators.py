@@ -1,4 +1,4 @@
-"""Accumulators for the tensors of one site, with or without a reduction."""
+"""Accumulators, which collect the tensors of one site with or without a reduction."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ __all__ = [
 ]
 
 _WHOLE = ""
-"""The name of a value that is the entire state."""
+"""The key in a state dict of a value that is the entire state."""
 
 Fold = Callable[[Any, Tensor], Any]
-"""A function of the previous result, initially the first tensor, and the next tensor, as for ``functools.reduce``.
-Both are copies.
+"""A function of the previous result and the next tensor, as for ``functools.reduce``. The first previous result is the
+first tensor. Both arguments are copies.
 """
 
 
 @runtime_checkable
 class Metric(Protocol):
-    """The part of the ``torchmetrics.Metric`` interface that is used."""
+    """The methods of ``torchmetrics.Metric`` that accumulators use."""
 
     def update(self, tensor: Tensor) -> object:
         """Update the state with a tensor."""
@@ -52,8 +52,8 @@ class Metric(Protocol):
 class Accumulator(ABC):
     """The accumulated tensors of one site.
 
-    Nothing in it depends on a step: tensors that would share memory with the model are copied, and none is part of an
-    autograd graph. They are normal tensors even if the model ran in inference mode.
+    An accumulator keeps no step alive: its tensors do not share memory with the model and are not part of an autograd
+    graph. They are normal tensors even if the model ran in inference mode.
     """
 
     @property
@@ -63,13 +63,13 @@ class Accumulator(ABC):
 
     @abstractmethod
     def update(self, tensor: Tensor) -> bool:
-        """Add a tensor; return True if it was accepted."""
+        """Add a tensor. Return False if the accumulator does not accept the tensor."""
 
     @abstractmethod
     def replace(self, value: Any) -> None:
         """Replace the value."""
 
-    def release(self) -> None:  # noqa: B027 - a no-op for those without a share of the budget
+    def release(self) -> None:  # noqa: B027 - a no-op for accumulators that use no budget
         """Return the bytes in use to the budget, before the accumulator is discarded."""
 
     @abstractmethod
@@ -94,11 +94,11 @@ class Accumulator(ABC):
 
     @abstractmethod
     def _load(self, state: Mapping[str, Tensor]) -> None:
-        """Load a state of several parts, or of none."""
+        """Load a state that has several entries or none."""
 
 
 class MergeableAccumulator(Accumulator):
-    """An accumulator whose state can be cleared, copied, and merged with those of other processes."""
+    """An accumulator whose state can be cleared, copied, and merged with the states of other processes."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -106,7 +106,7 @@ class MergeableAccumulator(Accumulator):
 
     @abstractmethod
     def copy(self, device: torch.device | str | None = None) -> MergeableAccumulator:
-        """Return a copy that later updates do not change, on another device if one is given."""
+        """Return an independent copy, on another device if ``device`` is given."""
 
     @property
     @abstractmethod
@@ -127,9 +127,9 @@ def make_accumulator(reduction: Fold | Reduction | Metric | type | None, budget:
     """Create the accumulator of a new site.
 
     Args:
-        reduction: A function of two arguments, a :class:`~lightning_recorder.reductions.Reduction` or a metric, or the
-            class of one; ``None`` keeps every tensor.
-        budget: The limit in bytes for all sites together without a reduction.
+        reduction: A function of two arguments, a :class:`~lightning_recorder.reductions.Reduction`, a metric, or the
+            class of a reduction or metric; ``None`` keeps every tensor.
+        budget: The limit in bytes for the tensors that are kept without a reduction at all sites together.
 
     Raises:
         ArgumentError: If the reduction is none of these.
@@ -143,7 +143,7 @@ def make_accumulator(reduction: Fold | Reduction | Metric | type | None, budget:
 
 
 def make_mergeable(given: Fold | Metric, argument: str = "reduction") -> MergeableAccumulator:
-    """Create the accumulator of a function or a metric. Raise ArgumentError if it is neither."""
+    """Create the accumulator of a function or a metric. Raise ArgumentError for any other argument."""
     if isinstance(given, Metric):
         return _MetricAccumulator(given)
     if not callable(given):
@@ -168,7 +168,7 @@ class ByteBudget:
         self._has_warned = False
 
     def take(self, nbytes: int) -> bool:
-        """Reserve bytes and return True; return False if too few are left, and warn the first time."""
+        """Reserve bytes and return True. If too few bytes are left, return False, and warn the first time."""
         if self.used + nbytes <= self.max_bytes:
             self.used += nbytes
             return True
@@ -238,7 +238,7 @@ class _FoldAccumulator(MergeableAccumulator):
         return self._value
 
     def update(self, tensor: Tensor) -> bool:
-        # A copy: the function may keep it or write to it.
+        # A copy, because the function may keep the tensor or write to it.
         new = tensor.clone()
         if isinstance(self._value, Tensor) and self._value.device != new.device:  # loaded on another device
             self._value = self._value.to(new.device)
@@ -291,7 +291,7 @@ class _FoldAccumulator(MergeableAccumulator):
 class _ComputedAccumulator(Accumulator):
     """An accumulator whose value is computed from its state.
 
-    After ``apply()`` or an assignment has replaced the value, it accepts no tensors until ``reset()``.
+    After ``apply()`` or an assignment has replaced the value, the accumulator accepts no tensors until ``reset()``.
     """
 
     def __init__(self) -> None:
@@ -355,8 +355,8 @@ class _MetricAccumulator(_ComputedAccumulator, MergeableAccumulator):
         self._metric = copy.deepcopy(metric)
         self._metric.reset()
         self._metric.persistent(True)
-        # Computing the result on one rank must not wait for the others, also in metrics inside this one. torchmetrics
-        # reads ``sync_on_compute`` only at construction and in ``forward``.
+        # Computing the result on one rank must not wait for other ranks. This also holds for nested metrics.
+        # torchmetrics reads ``sync_on_compute`` only at construction and in ``forward``.
         inner = self._metric.modules() if isinstance(self._metric, nn.Module) else [self._metric]
         for each in inner:
             each.sync_on_compute = each._to_sync = False
@@ -380,7 +380,7 @@ class _MetricAccumulator(_ComputedAccumulator, MergeableAccumulator):
         new = self.copy()
         for name, reduce in self._metric._reductions.items():
             states = [each[name] for each in payloads]
-            # As torchmetrics does in ``Metric.sync``.
+            # The same reduction as in ``Metric.sync`` of torchmetrics.
             if isinstance(states[0], list):
                 found = [part for state in states for part in state]
                 setattr(new._metric, name, reduce(found) if reduce is not None and found else found)
@@ -392,13 +392,13 @@ class _MetricAccumulator(_ComputedAccumulator, MergeableAccumulator):
 
     def _compute(self) -> Any:
         with warnings.catch_warnings(), torch.inference_mode(False):
-            # torchmetrics warns because loading a state does not count as an update.
+            # torchmetrics warns because it does not count loading a state as an update.
             warnings.filterwarnings("ignore", "The ``compute`` method of metric", UserWarning)
             return self._metric.compute()
 
     def _update(self, tensor: Tensor) -> None:
         self._metric.to(tensor.device)
-        self._metric.update(tensor.clone())  # cloned, as some metrics keep it
+        self._metric.update(tensor.clone())  # cloned, because some metrics keep the tensor
 
     def _state(self) -> dict[str, Tensor]:
         return {

@@ -21,8 +21,8 @@ __all__ = ["StateBank", "row_state"]
 
 Key = TypeVar("Key", bound=Hashable)
 
-# A block is never moved, because reductions hold views of its rows. A model with more sites on one device gets further
-# blocks. A block holds 64 rows of the default statistics (1 MiB), or a single very long row.
+# A block is never moved, because reductions hold views of its rows. If a block is full, another block is allocated.
+# A block holds 64 rows of the default statistics (1 MiB), or a single very long row.
 _MOST_ROWS = 64
 _BLOCK_SLOTS = 1 << 18
 _MOST_DEFERRED = 64
@@ -31,7 +31,7 @@ _MUCH = 20_480  # bytes per site; log the size of larger states
 _log = logging.getLogger("lightning_recorder")
 
 
-# The states for these devices are on the CPU. Each tensor is copied there, which synchronizes the device.
+# The states for these devices are on the CPU. Each tensor is copied to the CPU, which synchronizes the device.
 _WITHOUT_FLOAT64 = ("mps",)
 
 _CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ class _Block(Generic[Key]):
     """The rows in use."""
     keys: list[Key]
     free: list[Tensor]
-    """The states of the other rows, the next one last."""
+    """The states of the unused rows, the next row last."""
 
 
 _DEFERRED = attrgetter("deferred")
@@ -71,7 +71,7 @@ class StateBank(Generic[Key]):
 
     Raises:
         ArgumentError: If the reduction violates the contract. For a reduction that depends on the shape, :meth:`add`
-            raises it.
+            raises this error.
 
     Note:
         Rows are allocated under a lock, because forward and backward hooks run in different threads on a GPU. Updating
@@ -119,12 +119,12 @@ class StateBank(Generic[Key]):
                 _settle([row])
 
     def row(self, key: Key, device: torch.device) -> Tensor | None:
-        """Return the state of a key on a device as a view of the bank, or ``None`` if the key has none there."""
+        """Return the state of a key as a view of the bank, or ``None`` if the key has no state on the device."""
         row = self._rows.get((key, device))
         return None if row is None or row.moves else row.state
 
     def put(self, key: Key, state: Tensor) -> None:
-        """Set the CPU state of a key that has none, ``[width]`` float64."""
+        """Set the CPU state, ``[width]`` float64, of a key without a state."""
         with self._lock:
             self._place(key, _CPU, self.reduction).state.copy_(state)
 
@@ -155,8 +155,8 @@ class StateBank(Generic[Key]):
         if is_first and reduction.nbytes > _MUCH:
             _log.info("%s are kept for each site: %s", f"{reduction.nbytes:,} bytes", reduction)
         rows = min(_MOST_ROWS, max(1, _BLOCK_SLOTS // max(1, reduction.width)))
-        # Validation may run in inference mode. A tensor created there can never be updated outside it again.
-        # The program may have another default device.
+        # Tensors created in inference mode could not be updated outside of it, so leave this mode. Name the CPU,
+        # because the program may have set another default device.
         with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
             if is_first and not self._is_sized:
                 reduction.validate()
@@ -169,7 +169,8 @@ class StateBank(Generic[Key]):
     def collect(self, device: torch.device | str = "cpu") -> list[Collected[Key]]:
         """Copy the states of all keys to one device and merge the states that a key has on several devices.
 
-        Copies from a GPU to the host do not wait for it; :attr:`Collected.states` does. Copies from other devices wait.
+        Copies from a GPU to the host do not wait for the GPU, but :attr:`Collected.states` does. Copies from other
+        devices wait.
         """
         if len(self._seen_on) == 1:  # the common case: each key has one row
             return [_copied(blocks, device) for blocks in self._blocks.values()]
@@ -196,9 +197,9 @@ class StateBank(Generic[Key]):
         return groups
 
     def on_host(self) -> tuple[Reduction, list[Tensor], list[Key]] | None:
-        """Return the reduction, the states of each block and all keys, if each key has one state, on the CPU.
+        """Return the reduction, the states of each block and all keys, without copying the states.
 
-        The states are those of the bank, not a copy.
+        Return None unless each key has exactly one state, on the CPU.
         """
         if self._host is None and self._seen_on == {_CPU} and len(self._blocks) == 1 and self.reduction.is_sized:
             (blocks,) = self._blocks.values()
@@ -215,7 +216,7 @@ class StateBank(Generic[Key]):
         ]
 
     def restore(self, saved: Iterable[tuple[_Block[Key], Tensor, list[list[Tensor]]]]) -> None:
-        """Restore states from :meth:`saved` and discard what was recorded since."""
+        """Restore states from :meth:`saved`, and discard updates since then."""
         kept = {id(block): (states, deferred) for block, states, deferred in saved}
         for blocks in self._blocks.values():
             for block in blocks:
@@ -230,8 +231,8 @@ class StateBank(Generic[Key]):
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the states as plain tensors on the CPU, one mapping per row.
 
-        States that are still to be merged are saved separately, so that a resumed stream is bitwise identical to one
-        that was never saved.
+        Deferred states, which are not merged yet, are saved separately, so that a resumed stream is bitwise identical
+        to a stream that was never interrupted.
         """
         return [
             {
@@ -252,7 +253,7 @@ class StateBank(Generic[Key]):
             device: The device for rows that were not on a CPU.
 
         Raises:
-            ArgumentError: If a row belongs to another reduction or to one with different settings.
+            ArgumentError: If a row was saved by another reduction or with different settings.
         """
         for saved in rows:
             reduction = copy.copy(self.reduction)
@@ -279,7 +280,7 @@ class StateBank(Generic[Key]):
 
 
 def _copied(blocks: Sequence[_Block[Key]], device: torch.device | str) -> Collected[Key]:
-    """Return a copy of the states in the blocks, because the states continue to change. A GPU makes one transfer."""
+    """Return a copy of the states in the blocks. States on a GPU are copied in one transfer."""
     _settle([row for block in blocks for row in block.rows])
     first = blocks[0]
     keys = [key for block in blocks for key in block.keys]
@@ -296,11 +297,11 @@ def _on_the_way(states: Tensor) -> tuple[Tensor, Any]:
     """Begin to copy states from a GPU to the host.
 
     Returns:
-        The copy, and the event after which it is complete; None if it is already complete.
+        The copy, and the CUDA event after which the copy is complete, or None if it is already complete.
     """
     try:
         copy = torch.empty(states.shape, dtype=states.dtype, device="cpu", pin_memory=True)
-    except RuntimeError:  # the memory that may be pinned is limited
+    except RuntimeError:  # the amount of pinned memory is limited
         return states.to("cpu"), None
     with torch.cuda.device(states.device):
         copy.copy_(states, non_blocking=True)
@@ -322,7 +323,7 @@ def _settle(rows: Sequence[_Row]) -> None:
         return
     most = max(len(row.deferred) for row in rows)
     padded = [list(row.deferred) for row in rows]
-    if any(len(deferred) < most for deferred in padded):  # needs a copy to the device, which a single row avoids
+    if any(len(deferred) < most for deferred in padded):  # a single row skips this copy to the device
         none = reduction.initial().to(rows[0].state.device)
         padded = [deferred + [none] * (most - len(deferred)) for deferred in padded]
     merged = merged_along(

@@ -30,7 +30,7 @@ _ROWS = "the state has the shape [..., width]: write state[..., 0] for the first
 
 
 class UnequalBatchError(ArgumentError):
-    """A function cannot combine batches of different sizes; the value is unchanged."""
+    """A function cannot combine batches of different sizes. The accumulated value is unchanged."""
 
 
 class Reduction(ABC):
@@ -47,7 +47,7 @@ class Reduction(ABC):
     * ``merge_states`` is associative and, unless :attr:`ordered`, commutative. A row from :meth:`initial` is its
       neutral element.
     * Updating with two tensors is equal to merging the states of two separate updates. Counts, extrema and histograms
-      are bitwise equal. The others agree within the error bound that the reduction documents.
+      are bitwise equal. Other statistics agree within the error bound that the reduction documents.
 
     Note:
         An update does not synchronize the device and does not keep a reference to the tensor. The state is not part of
@@ -72,17 +72,17 @@ class Reduction(ABC):
     """
 
     width: int
-    """Number of float64 slots in the state; 0 while it is unknown."""
+    """Number of float64 slots in the state; 0 while the number is unknown."""
     statistics: tuple[str, ...]
     """The names of the statistics that :meth:`summarize` returns."""
     additive: bool = True
     """True if states are merged by adding them slot by slot."""
     piecewise: bool = False
-    """True if the result depends only on the values and not on their shape, so that they may be passed in pieces."""
+    """True if the result depends only on the values and not on their shape. Tensors may then be passed in pieces."""
     ordered: bool = False
     """True if the order of the tensors matters. Then ``a.merge(b)`` means that ``b`` came after ``a``."""
     option: str = ""
-    """The name under which the receipt has the time of the reduction; by default that of the class."""
+    """The name of the reduction in the report of recording times; by default the name of the class."""
 
     _state: Tensor | None = None
 
@@ -95,7 +95,7 @@ class Reduction(ABC):
         """Update the state, ``[width]``, with values in place."""
 
     def applies_to(self, values: Values) -> bool:
-        """Return False for tensors that have no such statistics. Recorders leave them out without a warning."""
+        """Return False if the statistics are undefined for a tensor. Recorders skip such tensors without a warning."""
         return True
 
     def check(self, values: Values) -> None:  # noqa: B027 - most reductions accept any values
@@ -131,16 +131,16 @@ class Reduction(ABC):
     def merge_ranks(self, state: Tensor, other: Tensor) -> None:
         """Merge states ``other`` of a higher rank, ``[..., width]``, into ``state``, in place.
 
-        The tensors of the ranks have no order among each other. An :attr:`ordered` reduction that compares tensors
-        must override this. All others are merged as by :meth:`merge_states`.
+        Tensors of different ranks have no order. An :attr:`ordered` reduction that compares tensors must override this
+        method. All other reductions are merged as by :meth:`merge_states`.
         """
         self.merge_states(state, other)
 
     def restart(self, state: Tensor) -> None:
         """Start a new stream in the states, ``[..., width]``, in place. Recorders call this after each result.
 
-        An :attr:`ordered` reduction may carry part of its state over. All others are reset to :meth:`initial`, either
-        by this method or by the caller.
+        An :attr:`ordered` reduction may keep part of its state. All other reductions are reset to :meth:`initial`,
+        either by this method or by the caller.
         """
         state.copy_(self.initial())
 
@@ -153,7 +153,7 @@ class Reduction(ABC):
 
     @property
     def is_sized(self) -> bool:
-        """True if the width is known. It is unknown only if it depends on the shape of the first tensor."""
+        """True if the width is known. A width that depends on the shape of the first tensor is unknown until then."""
         return True
 
     def sized_for(self, values: Values) -> Self:
@@ -244,7 +244,7 @@ class Reduction(ABC):
         """Continue the stream of a state dict.
 
         Raises:
-            ArgumentError: If the state was saved by another reduction or by one with different settings.
+            ArgumentError: If the state was saved by another reduction or with different settings.
         """
         if "state" not in state_dict:
             raise ArgumentError(f"the saved state of {self} must have a part 'state', got {sorted(state_dict)}")
@@ -309,7 +309,7 @@ class Reduction(ABC):
 
     @property
     def choices(self) -> dict[str, Any]:
-        """The settings without those that were inferred from a tensor."""
+        """The settings, except for settings that were inferred from a tensor."""
         return self.settings
 
     def __repr__(self) -> str:
@@ -352,13 +352,13 @@ class ScalarReduction(Reduction):
 
 
 def slots_of_all(reductions: Iterable[ScalarReduction], values: Values) -> Tensor | None:
-    """Return the concatenated states of several reductions for values, or ``None`` without reductions or values."""
+    """Return the concatenated states of several reductions for values; ``None`` without reductions or values."""
     slots = [slot for reduction in reductions for slot in reduction.slots_of(values)] if values.numel else []
     return _stacked(slots) if slots else None
 
 
 def _stacked(slots: Sequence[Tensor]) -> Tensor:
-    """Stack the numbers to one float64 tensor, ``[k]``."""
+    """Stack 0-d tensors into one float64 tensor, ``[k]``."""
     # Widen all float32 numbers in one operation: stacking different dtypes takes several times as long.
     narrow = [slot for slot in slots if slot.dtype != torch.float64]
     if narrow:
@@ -382,14 +382,14 @@ def merged_along(reduction: Reduction, states: Tensor) -> Tensor:
 
 
 def is_foreign(reduction: Reduction) -> bool:
-    """Return True for a reduction of the user, which may write to its values or draw random numbers."""
+    """Return True for a user's reduction, which may write to the values or draw random numbers."""
     if type(reduction).__module__.partition(".")[0] != __name__.partition(".")[0]:
         return True
-    parts = getattr(reduction, "parts", ())  # of one that combines others
+    parts = getattr(reduction, "parts", ())  # the parts of a Combined reduction
     return isinstance(parts, tuple) and any(map(is_foreign, parts))
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context without the model's autocast, which would reduce the precision of reductions."""
+    """Return a context that disables the model's autocast, which would reduce the precision of reductions."""
     is_on = device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if is_on else nullcontext()

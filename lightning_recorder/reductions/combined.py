@@ -22,13 +22,13 @@ __all__ = ["Combined"]
 class Combined(Reduction):
     """A reduction that combines several reductions in one row and shares intermediate results between them.
 
-    Statistics: the statistics of all parts.
+    Statistics: all statistics of the combined reductions.
 
     Args:
         parts: The reductions to combine.
 
     Raises:
-        ArgumentError: If there are no parts, if a part is not a reduction, or if two parts have a statistic of the same
+        ArgumentError: If ``parts`` is empty, if a part is not a reduction, or if two parts have a statistic of the same
             name.
 
     Example:
@@ -106,7 +106,7 @@ class Combined(Reduction):
 
     @override
     def update_deferred(self, state: Tensor, values: Values) -> Tensor | None:
-        # Check before any update, so that a tensor that one part rejects is not added to any other part.
+        # Check before any update, so that a tensor rejected by one part is not added to another part.
         self.check(values)
         others = [(part, state[slots]) for part, slots in self._others]
         slots = []

@@ -1,4 +1,4 @@
-"""Copies of states, and smaller ones of the default statistics that hold only the nonempty bins of the histograms."""
+"""Copies of states, and compact copies that hold only the nonempty bins of the histograms."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Collected", "CompactStates", "RecycledRows", "compacted"]
 Key = TypeVar("Key", bound=Hashable)
 
 _BLOCKS = 2
-_ROWS = 64  # of a block, 1 MiB
+_ROWS = 64  # rows per block, 1 MiB
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Collected(Generic[Key]):
         reduction: The kind of state.
         keys: The keys.
         copied: The states, ``[keys, width]`` float64.
-        arrival: The event of a GPU after which ``copied`` is complete; None if it is.
+        arrival: The CUDA event after which ``copied`` is complete; None if it is already complete.
     """
 
     reduction: Reduction
@@ -64,7 +64,7 @@ class Collected(Generic[Key]):
 
 
 class CompactStates(Collected[Key]):
-    """The states of default statistics, with about a tenth of the memory of a :class:`Collected`.
+    """The states of default statistics, in about a tenth of the memory of a :class:`Collected`.
 
     Args:
         reduction: The reduction, a :class:`~lightning_recorder.reductions.Statistics`.
@@ -84,10 +84,11 @@ class CompactStates(Collected[Key]):
 
     @property
     def parts(self) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.uint16], NDArray[np.float64]]:
-        """The other slots, the sizes, the bins and the counts.
+        """The scalar slots, the sizes, the bins and the counts.
 
-        These are all slots but the histogram, ``[keys, width - 2048]``; the number of nonempty bins of each histogram,
-        ``[keys]``; these bins, ascending, one histogram after the other; and their counts.
+        The scalar slots are all slots but the histogram, ``[keys, width - 2048]``. The sizes are the numbers of
+        nonempty bins per histogram, ``[keys]``. The bins are the indices of the nonempty bins, ascending, one histogram
+        after the other. The counts are the counts of these bins.
         """
         columns = list(zip(*(_split(block, rows, self.reduction.width) for block, rows in self.blocks), strict=True))
         others, sizes, bins, counts = (each[0] if len(each) == 1 else np.concatenate(each) for each in columns)
@@ -95,7 +96,7 @@ class CompactStates(Collected[Key]):
 
     @cached_property
     def states(self) -> Tensor:
-        """The whole states, ``[keys, width]`` float64."""
+        """The full states, ``[keys, width]`` float64."""
         others, sizes, bins, counts = self.parts
         whole = np.zeros((len(self.keys), self.reduction.width))
         whole[:, :HISTOGRAM], whole[:, HISTOGRAM + BINS :] = np.split(others, [HISTOGRAM], axis=1)
@@ -112,14 +113,14 @@ def _split(block: NDArray[np.float64], rows: int, width: int) -> tuple[NDArray[A
 
 
 def compacted(bank: StateBank[Key], further: RecycledRows[Key] | None = None) -> CompactStates[Key] | None:
-    """Return a copy of the states of default statistics, or None if it needs :meth:`StateBank.collect`.
+    """Return a compact copy of default statistics, or None if only :meth:`StateBank.collect` can copy them.
 
-    Takes a fraction of the time and of the memory traffic of a whole copy. Needs states in host memory, with one state
-    for each key, and the compiled function.
+    A compact copy takes a fraction of the time and of the memory traffic of a full copy. It requires one state per key,
+    in host memory, and the compiled code.
 
     Args:
         bank: The bank of states.
-        further: Rows with the states of further keys.
+        further: Rows with the states of additional keys.
     """
     found = bank.on_host()
     if found is None:
@@ -138,19 +139,19 @@ def compacted(bank: StateBank[Key], further: RecycledRows[Key] | None = None) ->
 
 
 class RecycledRows(Generic[Key]):
-    """Rows of state for any number of keys, of which only the latest 64 to 128 are in memory as a whole.
+    """States of any number of keys, of which only the latest 64 to 128 have a full row in memory.
 
-    A key takes a free row when its first tensor comes. When no row is free, the half of the rows that were taken first
-    is copied without the empty bins of the histograms, and becomes free. This suits keys that get one tensor, or a few
-    in a row, between two resets, as the sites of a model do in a step.
+    A key takes a free row when its first tensor arrives. When no row is free, the older half of the rows is copied
+    without the empty bins of the histograms, and these rows become free. This is efficient for keys that receive one
+    tensor, or a few consecutive tensors, between two resets, such as the sites of a model in a step.
 
-    Needs host memory and the compiled function.
+    Requires host memory and the compiled code.
     """
 
     def __init__(self, reduction: Reduction) -> None:
         self._reduction = reduction
         self._initial = np.empty(0)
-        self._taken: list[_Rows[Key]] = []  # in the order in which they were first used
+        self._taken: list[_Rows[Key]] = []  # oldest first
         self._spare: list[_Rows[Key]] = []
         self._packed: list[tuple[NDArray[np.float64], list[Key]]] = []
         self._rows: dict[Key, Tensor] = {}
@@ -159,7 +160,7 @@ class RecycledRows(Generic[Key]):
 
     @property
     def is_allocated(self) -> bool:
-        """True if there are rows."""
+        """True if rows have been allocated."""
         return bool(self._taken or self._spare)
 
     @property
@@ -174,7 +175,7 @@ class RecycledRows(Generic[Key]):
         return copies + sum(rows.states.nbytes for rows in (*self._taken, *self._spare))
 
     def allocate(self) -> bool:
-        """Allocate the rows. Return False if there is no compiled function. Must not be called in a dispatch mode."""
+        """Allocate the rows. Return False if there is no compiled code. Must not be called in a dispatch mode."""
         initial = self._reduction.initial()
         if compact_states(initial[None]) is not None:
             self._initial = initial.numpy()
@@ -182,17 +183,17 @@ class RecycledRows(Generic[Key]):
         return self.is_allocated
 
     def take(self, key: Key) -> Tensor | None:
-        """Return the row of a key, to be updated at once. No torch operation runs.
+        """Return the row of a key, which the caller must update at once. No torch operation runs.
 
         Returns:
-            The row, ``[width]`` float64; None if there are no rows, if that of the key has been copied, or if another
-            thread takes rows.
+            The row, ``[width]`` float64. None if there are no rows, if the row of the key has been copied and freed, or
+            if another thread takes rows.
         """
         row = self._rows.get(key)
         if row is None and key not in self._gone and self.is_allocated:
             if self._thread is None:
                 self._thread = threading.get_ident()
-            if self._thread == threading.get_ident():  # otherwise this might copy a row that is being updated
+            if self._thread == threading.get_ident():  # another thread might be updating a row that would be copied
                 row = self._rows[key] = self._next_row(key)
         return row
 
@@ -207,7 +208,7 @@ class RecycledRows(Generic[Key]):
         return rows.rows[len(rows.keys) - 1]
 
     def _pack(self, rows: _Rows[Key]) -> None:
-        """Copy rows without empty bins, and make them free. No torch operation runs if all of them are taken."""
+        """Copy rows without empty bins, and free them. If all rows are taken, no torch operation runs."""
         packed = rows.packed()
         if packed is not None:
             self._packed.append((packed, rows.keys))
@@ -222,7 +223,7 @@ class RecycledRows(Generic[Key]):
         self._spare.append(rows)
 
     def blocks(self) -> Iterator[tuple[NDArray[np.float64], list[Key]]]:
-        """Yield copies of all states without empty bins, as :func:`compact_states` returns them, with their keys."""
+        """Yield copies of all states without empty bins, in the format of :func:`compact_states`, with their keys."""
         yield from self._packed
         for rows in self._taken:
             packed = rows.packed()
@@ -230,7 +231,7 @@ class RecycledRows(Generic[Key]):
                 yield packed, [*rows.keys]
 
     def pop(self, key: Key) -> Tensor | None:
-        """Remove a key, and return its state, ``[width]`` float64; None if it has none."""
+        """Remove a key, and return its state, ``[width]`` float64; None if the key has no state."""
         if key not in self._gone and key not in self._rows:
             return None
         while self._taken:
@@ -260,7 +261,7 @@ class RecycledRows(Generic[Key]):
 
 
 class _Rows(Generic[Key]):
-    """Some rows, and the keys that have taken the first of them."""
+    """A block of rows, and the keys of its first rows, which are taken."""
 
     def __init__(self, states: Tensor) -> None:
         self.states = states
@@ -269,5 +270,5 @@ class _Rows(Generic[Key]):
         self.keys: list[Key] = []
 
     def packed(self) -> NDArray[np.float64] | None:
-        """Return a copy of the taken rows, as :func:`compact_states` does."""
+        """Return a copy of the taken rows in the format of :func:`compact_states`."""
         return compact_states(self.states if len(self.keys) == len(self.rows) else self.states[: len(self.keys)])

@@ -14,21 +14,21 @@ __all__ = ["ExpertLoad", "HeadEntropy"]
 
 
 class HeadEntropy(ShapedReduction):
-    """Entropy of the attention of each head, and its largest logit.
+    """Entropy and largest logit of each attention head.
 
-    Record it at the module that computes the softmax, in eager attention: ``nn.Softmax`` has the probabilities as its
-    output and the logits as its input. State: ``[3, heads]`` with the number of distributions, the sum of their
+    Record this at the module that computes the softmax of eager attention. The output of ``nn.Softmax`` has the
+    probabilities, its input has the logits. State: ``[3, heads]`` with the number of distributions, the sum of their
     entropies, and the largest logit or probability; 24 bytes per head. Statistics, each ``[heads]``:
 
     - ``head_entropy``: the mean of ``-Σ p ln p`` over all queries and samples, in nats: 0 if a query attends to one
-      position, ``ln(keys)`` if it attends to all of them equally. Weights are divided by their sum, which is not 1
-      after dropout. Rows with a NaN or a negative number, and rows of zeros, do not count.
+      position, ``ln(keys)`` if it attends to all positions equally. Weights are divided by their sum, which is not 1
+      after dropout. Rows with a NaN or a negative number, and rows of zeros, are ignored.
     - ``head_max``: the largest finite logit, or the largest probability. Large logits precede divergence: `Stabilizing
       Transformer Training <https://arxiv.org/abs/2303.06296>`_ describes the collapse of the entropy, and `Scaling
       Vision Transformers to 22 Billion Parameters <https://arxiv.org/abs/2302.05442>`_ the growth of the logits.
 
     Args:
-        logits: True if the tensors are logits, of which the softmax is computed here; False for probabilities.
+        logits: True if the tensors are logits, to which the reduction applies a softmax; False for probabilities.
         dim: The dimension of the heads: 1 for ``[batch, heads, queries, keys]``. The keys are the last dimension.
     """
 
@@ -88,9 +88,9 @@ class HeadEntropy(ShapedReduction):
 class ExpertLoad(ShapedReduction):
     """Load of each expert of a mixture of experts, and the entropy of its router.
 
-    Record it at the output of the router, with the experts as the last dimension. State: ``[tokens, sum of entropies]``
-    and ``[2, experts]`` with the number of tokens that choose each expert and the sum of its probabilities. States are
-    merged by addition; the counts are exact. Statistics:
+    Record this at the output of the router, whose last dimension must be the experts. State:
+    ``[tokens, sum of entropies]`` and ``[2, experts]`` with the number of tokens that choose each expert and the sum of
+    its probabilities. States are merged by addition; the counts are exact. Statistics:
 
     - ``expert_load``, ``[experts]``: the fraction of the choices that fall on each expert; 1 / experts is balanced;
     - ``expert_probability``, ``[experts]``: the mean probability of each expert;
@@ -99,12 +99,12 @@ class ExpertLoad(ShapedReduction):
       factor.
     - ``router_entropy``: the mean of ``-Σ p ln p`` over the tokens, in nats.
 
-    Tokens with a value that is not finite do not count. If several experts have the same probability, the one with the
-    lower index is chosen.
+    Tokens with a nonfinite value are ignored. If several experts have the same probability, the expert with the lowest
+    index is chosen.
 
     Args:
         top_k: The number of experts that a token chooses.
-        logits: True if the tensors are logits, of which the softmax is computed here; False for probabilities.
+        logits: True if the tensors are logits, to which the reduction applies a softmax; False for probabilities.
 
     Raises:
         ArgumentError: If ``top_k`` is not a positive integer.
@@ -133,7 +133,7 @@ class ExpertLoad(ShapedReduction):
         known = rows.isfinite().all(-1, keepdim=True)
         weights = finite_or_zero(rows)
         weights = (weights.softmax(-1) if self.logits else weights) * known
-        # A stable sort, so that all devices and ranks choose the same of equal experts.
+        # A stable sort, so that all devices and ranks break ties in the same way.
         chosen = weights.sort(dim=-1, descending=True, stable=True).indices[:, : self.top_k]
         lead[0] += known.sum()
         lead[1] -= torch.special.xlogy(weights, weights).sum()

@@ -1,4 +1,4 @@
-"""Reductions that store one or more numbers for each element of a tensor or of a sample."""
+"""Reductions with one or more numbers for each element of a tensor or of a sample."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _BatchReduction(ShapedReduction):
 
     @abstractmethod
     def _take(self, kept: Tensor, samples: Tensor) -> None:
-        """Update ``[*shape]`` float64 with ``[samples, *shape]``, in place."""
+        """Update the numbers, ``[*shape]`` float64, with samples, ``[samples, *shape]``, in place."""
 
     @override
     def summarize(self, state: Tensor) -> dict[str, Tensor]:
@@ -148,8 +148,8 @@ class BatchMax(BatchMin):
 class LastValue(ShapedReduction):
     """The last tensor of the stream, or its last sample.
 
-    State: the number of updates and the values, 8 bytes each. The reduction is ordered: ``a.merge(b)`` has the last
-    value of ``b``, if ``b`` is not empty. Statistic: ``last``, in the shape of the tensor, NaN for an empty stream.
+    State: the number of updates and the values, 8 bytes each. The reduction is ordered: ``a.merge(b)`` takes the last
+    tensor of ``b`` unless ``b`` is empty. Statistic: ``last``, in the shape of the tensor, NaN for an empty stream.
 
     Args:
         dim: The dimension along which to record the last slice, which allows batches of any size. By default the whole
@@ -200,14 +200,15 @@ class Change(ShapedReduction):
 
     State: ``[pairs, sum of cosines, sum of ratios, updates, carried]``, followed by the first and the last tensor, 16
     bytes per element. The reduction is ordered: ``a.merge(b)`` also counts the last tensor of ``a`` and the first
-    tensor of ``b`` as a pair. When a recorder starts a new stream after a result, it carries the last tensor over as
-    the predecessor of the next one, so that no pair is lost between results. The pairs of all ranks count, and there is
-    none between ranks; each rank compares its part of a sharded tensor. Values that are not finite count as zero.
+    tensor of ``b`` as a pair. When a recorder starts a new stream after a result, it keeps the last tensor as the
+    predecessor of the next tensor, so that no pair is lost between results. When ranks are merged, the pairs of all
+    ranks count, but tensors of different ranks are never paired. Each rank compares its own shard of a sharded tensor.
+    Nonfinite values count as zero.
 
     Statistics, as means over all pairs of consecutive tensors ``p``, ``x``: ``cosine_to_previous`` is
-    ``x . p / (|x| * |p|)``, between -1 and 1; ``ratio_to_previous`` is ``|x| / |p|``. Pairs in which a norm is zero are
-    ignored. Both are NaN if there is no pair. Norms above 1e150 or below 1e-150 exceed the range of float64 when they
-    are squared.
+    ``x . p / (|x| * |p|)``, between -1 and 1; ``ratio_to_previous`` is ``|x| / |p|``. Pairs with a zero norm are
+    ignored. Both statistics are NaN if there is no pair. The squares of norms above 1e150 or below 1e-150 exceed the
+    range of float64.
     """
 
     statistics: tuple[str, ...] = ("cosine_to_previous", "ratio_to_previous")
@@ -234,7 +235,7 @@ class Change(ShapedReduction):
     def merge_ranks(self, state: Tensor, other: Tensor) -> None:
         is_empty = state[..., 3:5].sum(-1, keepdim=True) == 0
         pairs = state[..., :4] + other[..., :4]
-        state.copy_(torch.where(is_empty, other, state))  # the first and the last tensor are those of the lowest rank
+        state.copy_(torch.where(is_empty, other, state))  # keep the first and the last tensor of the lowest rank
         state[..., :4] = pairs
 
     @override
@@ -256,12 +257,12 @@ class Change(ShapedReduction):
 
     @staticmethod
     def _follow(lead: Tensor, ends: Tensor, next_lead: Tensor, next_ends: Tensor) -> None:
-        """Append the stream that follows to a stream, in place."""
+        """Append the next stream to a stream, in place."""
         (_, last), (first, _) = ends.unbind(-2), next_ends.unbind(-2)
         there = (lead[..., 3:].sum(-1) > 0).double()
         there_next = (next_lead[..., 3:].sum(-1) > 0).double()
         norm, next_norm = (torch.linalg.vector_norm(each, dim=-1) for each in (last, first))
-        # A carried tensor is the last one of the previous stream, so it must not be paired with itself.
+        # A carried tensor is the last tensor of the previous stream, so it must not be paired with itself.
         joined = (there > 0) & (next_lead[..., 3] > 0) & (next_lead[..., 4] == 0) & (norm > 0) & (next_norm > 0)
         cosine = ((last * first).sum(-1) / (norm * next_norm)).clamp(-1, 1)
         ratio = next_norm / norm

@@ -1,4 +1,4 @@
-"""Counts of fixed bins on the device."""
+"""A histogram with fixed bins, counted on the device."""
 
 from __future__ import annotations
 
@@ -20,19 +20,23 @@ __all__ = ["ExponentHistogram", "quantiles_of"]
 
 _HALF = BINS // 2
 
-# Both edges of all finite bins in ascending order. The two bins next to zero are treated as zero.
+# The lower and upper edges of all finite bins, in ascending order. The two bins next to zero are treated as zero.
 _LOW: NDArray[np.float64] = np.concatenate((-MAGNITUDES[:0:-1], MAGNITUDES[:-1]))
 _HIGH: NDArray[np.float64] = np.concatenate((-MAGNITUDES[-2::-1], MAGNITUDES[1:]))
 _LOW[FINITE_BINS - 1] = _HIGH[FINITE_BINS] = 0.0
 
 
 def quantiles_of(counts: Tensor, shares: Sequence[float]) -> Tensor:
-    """Return quantiles of the finite values, ``[..., k]`` float64, interpolated within the bins, ``[..., 2048]``."""
+    """Return quantiles of the finite values from counts ``[..., 2048]``, interpolated within the bins.
+
+    Returns:
+        The quantiles, ``[..., k]`` float64.
+    """
     low, high = (torch.from_numpy(ends).to(counts.device) for ends in (_LOW, _HIGH))
     counts = torch.cat((counts[..., _HALF : _HALF + FINITE_BINS].flip(-1), counts[..., :FINITE_BINS]), dim=-1)
     below = counts.cumsum(-1)
     total = below[..., -1:]
-    # The lowest rank is above zero, so that the search finds the first occupied bin.
+    # Clamp the lowest rank above zero, so that the search finds the first nonempty bin.
     ranks = (total * torch.tensor(shares, dtype=torch.float64, device=counts.device)).clamp(min=2.0**-20)
     where = torch.searchsorted(below, ranks).clamp(max=counts.shape[-1] - 1)
     inside = (ranks - below.gather(-1, where)) / counts.gather(-1, where) + 1
@@ -42,11 +46,11 @@ def quantiles_of(counts: Tensor, shares: Sequence[float]) -> Tensor:
 class ExponentHistogram(Reduction):
     """Exact counts of the values in 2048 bins that the float32 format defines.
 
-    The bin of a value is its sign, its exponent and the first two bits of its mantissa. Each octave has four bins, each
-    a quarter of its power of two wide, so the relative bin width is between 1/7 and 1/4. The edges are the same for
-    every tensor. Therefore no pass is needed to find the range, merging is integer addition, and histograms of
-    different steps, ranks or runs can be compared bin by bin. Values of other dtypes are converted to float32 first. A
-    float64 beyond the range of float32 goes to the end bin of its sign.
+    The bin of a value is determined by its sign, its exponent and the first two bits of its mantissa. Each octave, from
+    a power of two to the next, has four bins of equal width, so the relative bin width is between 1/7 and 1/4. The
+    edges are the same for every tensor. Therefore no pass is needed to find the range, merging is integer addition, and
+    histograms of different steps, ranks or runs can be compared bin by bin. Values of other dtypes are converted to
+    float32 first. A float64 beyond the range of float32 is counted in the end bin of its sign.
 
     State: ``[2048]`` counts. Bins 0 to 1019 hold ``+0`` and the positive values in ascending order, bins 1024 to 2043
     hold ``-0`` and the negative values by magnitude, and the octaves from 1020 and from 2044 hold infinities and NaN.
@@ -54,13 +58,13 @@ class ExponentHistogram(Reduction):
     has one more slot: the number of all values.
 
     Statistics: ``histogram``, the counts; with ``sample`` also ``histogram_fraction``, the fraction of the values that
-    were counted, 1 if none was left out; for each q of ``quantiles`` also ``quantile_<q>``, the value below which the
-    fraction q of the finite values lies. Quantiles are interpolated within their bin with a relative error of at most
-    25 %, or an absolute error of at most 2**-128 below 2**-126. They are NaN without a finite value.
+    were counted; for each q of ``quantiles`` also ``quantile_<q>``, the value below which the fraction q of the finite
+    values lies. Quantiles are interpolated within their bin with a relative error of at most 25 %. For magnitudes below
+    2**-126, the absolute error is at most 2**-128. Quantiles are NaN without a finite value.
 
     Args:
-        sample: The maximum number of values to count per tensor, one from each of that many equal parts; all by
-            default.
+        sample: The maximum number of values to count per tensor. The tensor is divided into that many equal parts, and
+            one value of each part is counted. By default, all values are counted.
         quantiles: The fractions of the quantiles, between 0 and 1.
     """
 
@@ -69,7 +73,7 @@ class ExponentHistogram(Reduction):
             check_integer("sample", sample, 1)
         self.sample = sample
         self.quantiles = _checked_shares(quantiles)
-        self.piecewise = sample is None  # a sample is drawn from the whole tensor, not from a piece
+        self.piecewise = sample is None  # a sample is drawn from the whole tensor, not from pieces
         self.width = BINS if sample is None else BINS + 1
         self.statistics = (
             "histogram",

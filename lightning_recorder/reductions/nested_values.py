@@ -17,7 +17,7 @@ __all__ = ["as_tensor", "check_savable", "copied", "nbytes_of", "tensors_in", "t
 
 
 def trimmed(value: Any) -> Any:
-    """Return the value with copies of tensors that keep a larger storage alive, such as a row of a batch."""
+    """Return the value. Copy tensors that keep a larger storage alive, such as one row of a batch."""
     if isinstance(value, Tensor):
         value = value.detach()
         return value.clone() if _is_part(value) else value
@@ -51,7 +51,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def nbytes_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor; for a sparse one, whose size is unknown, those of a dense tensor of its shape."""
+    """Return the size of a tensor in bytes. A sparse tensor, whose size is unknown, counts like a dense tensor."""
     try:
         return tensor.nbytes
     except RuntimeError:
@@ -67,7 +67,7 @@ def as_tensor(value: Any) -> Tensor:
     """Return a tensor or number as a tensor outside the autograd graph.
 
     Raises:
-        ArgumentError: If the value is something else.
+        ArgumentError: If the value is neither a tensor nor a number.
     """
     if isinstance(value, Tensor):
         return value.detach()
@@ -82,7 +82,7 @@ def check_savable(value: Any) -> None:
     """Check that a value consists of tensors, numbers and texts, in lists, tuples and dictionaries.
 
     Raises:
-        ArgumentError: If it contains anything else.
+        ArgumentError: If the value contains anything else.
     """
     if isinstance(value, dict):
         parts: list[Any] = [*value, *value.values()]

@@ -1,4 +1,4 @@
-"""Error of tensors in narrow number formats with scales, and channels and tokens far above the rest."""
+"""Errors of tensors in narrow number formats with scales, and outlier channels and tokens."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ __all__ = [
     "why_not_measured",
 ]
 
-_CHUNK = 2**21  # values that are converted at a time, in float64
+_CHUNK = 2**21  # values converted at a time, in float64
 _FAR_ABOVE = 20.0
-_SAMPLED = 2**13  # values of a tensor that are converted for a record
-_GROUP = 128  # values of a row that are sampled together: a multiple of all blocks
+_SAMPLED = 2**13  # values per tensor converted for a record
+_GROUP = 128  # neighboring values of a row sampled together; a multiple of all block sizes
 _ROUNDS = 4
-_ROUNDING = 1 + 1e-6  # a largest value divided by its own scale may exceed the limit by rounding
+_ROUNDING = 1 + 1e-6  # by rounding, the largest value divided by its own scale may exceed the limit
 
 
 class FormatError(NamedTuple):
@@ -45,30 +45,30 @@ class FormatError(NamedTuple):
     snr: float
     """The signal-to-noise ratio in dB, ``10 log10(sum x^2 / sum error^2)``; infinity without an error."""
     channel_snr: float
-    """The median of the ratios of the channels in dB. In ``snr``, one large value can hide the error of all others."""
+    """The median signal-to-noise ratio of the channels in dB. In ``snr``, one large value can hide all other errors."""
     clipped: float
-    """The share of values beyond the largest number of the format, of the values other than zero."""
+    """The fraction of the nonzero values that are beyond the largest number of the format."""
     flushed: float
-    """The share of values that become zero, of the values other than zero."""
+    """The fraction of the nonzero values that become zero."""
 
     @property
     def lower(self) -> float:
-        """The lower one of both ratios."""
+        """The lower of the two ratios."""
         return min(self.snr, self.channel_snr)
 
 
 class Outlier(NamedTuple):
-    """A channel or token far above the rest."""
+    """A channel or token with much larger values than the others."""
 
     place: tuple[int, ...]
-    """The index of the channel, or that of the token in the dimensions before the last one."""
+    """The index of the channel, or the indices of the token in all dimensions but the last."""
     times: float
-    """Its largest magnitude, divided by the median of the largest magnitudes of the others."""
+    """The largest magnitude of this channel or token, divided by the median of the largest magnitudes of the others."""
 
 
 @dataclass(frozen=True)
 class MeasuredTensor:
-    """The errors of a tensor by format, and its outliers, the largest first."""
+    """The errors of a tensor by format, and the outliers of the tensor, largest first."""
 
     errors: dict[str, FormatError]
     channels: list[Outlier]
@@ -76,16 +76,16 @@ class MeasuredTensor:
 
 
 class _Peaks(NamedTuple):
-    """Largest magnitudes."""
+    """The largest magnitudes of a tensor and of its channels."""
 
     tensor: Tensor
-    """0-d."""
+    """The largest magnitude of the whole tensor, 0-d."""
     channels: Tensor
-    """``[rows of the chunk, 1]`` for a weight, ``[1, columns]`` for an activation."""
+    """The largest magnitude of each channel: ``[rows of the chunk, 1]`` of a weight, ``[1, columns]`` of others."""
 
 
 def why_not_measured(tensor: Tensor) -> str:
-    """Return the reason why a tensor cannot be measured, from its dtype and shape, or an empty text."""
+    """Return the reason why a tensor of this dtype and shape cannot be measured, or an empty string."""
     if tensor.is_quantized or tensor.layout != torch.strided:
         return "quantized" if tensor.is_quantized else "sparse"
     if tensor.is_complex():
@@ -93,7 +93,7 @@ def why_not_measured(tensor: Tensor) -> str:
     if not tensor.is_floating_point():
         return "not floating-point"
     if str(tensor.dtype).removeprefix("torch.") not in ("float32", "float64", *FORMATS):
-        return "quantized"  # packed in bytes, or scales of blocks
+        return "quantized"  # packed into bytes, or the scales of blocks
     if tensor.dim() < 2:
         return "fewer than two dimensions"
     if tensor.is_meta:
@@ -104,20 +104,20 @@ def why_not_measured(tensor: Tensor) -> str:
 def measure_formats(tensor: Tensor, *, is_weight: bool) -> MeasuredTensor | str:
     """Measure the error of a tensor in each of :data:`NUMBER_FORMATS`.
 
-    A weight is ``[output channels, …]``. Other tensors are ``[…, tokens, channels]`` with two or three dimensions and
-    ``[batch, channels, …]`` with more. Blocks and groups lie along the inputs of a weight, and along the channels of
-    other tensors. The last block of a row may be shorter.
+    A weight is ``[output channels, …]``. Other tensors with two or three dimensions are ``[…, tokens, channels]``, and
+    with more dimensions ``[batch, channels, …]``. Blocks and groups lie along the inputs of a weight, and along the
+    channels of other tensors. The last block of a row may be shorter.
 
     The formats are those of torchao: integers are symmetric, with the scale ``max / 127.5`` or ``max / 7.5``; float8
     has the scale ``max / largest number``; the scale of MXFP8 is ``2 ** (floor(log2(max)) - 8)``, as in the OCP
     Microscaling Formats specification 1.0; a block of NVFP4 has the scale ``max / 6`` in e4m3, relative to the scale
     ``max / 6 / 448`` of the tensor, and at least the smallest normal number of e4m3.
 
-    A channel or token is an outlier if its largest magnitude is more than 20 times the median of those of the others.
-    Tokens are those of tensors with two or three dimensions that are no weights.
+    A channel or token is an outlier if its largest magnitude is more than 20 times the median of the largest magnitudes
+    of the others. Only tensors with two or three dimensions that are not weights have tokens.
 
     Returns:
-        The errors and outliers, or the reason why there are none, such as ``"NaN or infinity"``.
+        The errors and outliers, or the reason why the tensor cannot be measured, such as ``"NaN or infinity"``.
     """
     if reason := why_not_measured(tensor):
         return reason
@@ -128,8 +128,8 @@ def measure_formats(tensor: Tensor, *, is_weight: bool) -> MeasuredTensor | str:
     peak = column_peaks.max()
     if reason := _why_out_of_range(float(peak)):
         return reason
-    within = 1 if is_weight else 0  # the dimension of the matrix in which the values of a channel lie
-    signal: list[Tensor] = []  # of each chunk: the energy of each channel
+    within = 1 if is_weight else 0  # the matrix dimension along which a channel extends
+    signal: list[Tensor] = []  # the energy of each channel, per chunk
     noise: dict[str, list[Tensor]] = {name: [] for name in NUMBER_FORMATS}
     counts = {name: torch.zeros(3, dtype=torch.int64, device=matrix.device) for name in NUMBER_FORMATS}
     for start, chunk in _chunks(matrix):
@@ -151,14 +151,14 @@ def measure_formats(tensor: Tensor, *, is_weight: bool) -> MeasuredTensor | str:
 
 
 def _chunks(matrix: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield some rows at a time in float64, with the number of the first."""
+    """Yield chunks of rows in float64, each with the index of its first row."""
     step = max(1, _CHUNK // matrix.shape[1])
     for start in range(0, len(matrix), step):
         yield start, matrix[start : start + step].double()
 
 
 def _peaks(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest magnitude of each row and each column; NaN if there is one."""
+    """Return the largest magnitude of each row and of each column; NaN for a row or column with a NaN."""
     sizes = [(chunk.abs().amax(1), chunk.abs().amax(0)) for _, chunk in _chunks(matrix)]
     return torch.cat([rows for rows, _ in sizes]), torch.stack([columns for _, columns in sizes]).amax(0)
 
@@ -177,7 +177,7 @@ def _total(parts: list[Tensor]) -> Tensor:
 
 
 def _error(signal: Tensor, noise: Tensor, clipped: int, flushed: int, known: int) -> FormatError:
-    """Return the error from the energy of each channel."""
+    """Return the error, given the energy of each channel in the signal and in the noise."""
     is_used = signal > 0
     typical = _median((noise[is_used] / signal[is_used]).sort().values)
     return FormatError(
@@ -194,9 +194,9 @@ def _median(ordered: Tensor) -> float:
 
 
 def _outliers(peaks: Tensor, shape: tuple[int, ...]) -> list[Outlier]:
-    """Return the entries that are far above the median of the others, which is the same for all of the upper half.
+    """Return the entries that are far above the median of the others. All large entries share this median.
 
-    If the median is zero, there is no scale to compare with, and no outlier.
+    If the median is zero, nothing is an outlier, because there is no scale to compare with.
     """
     if len(peaks) < 2:
         return []
@@ -217,7 +217,7 @@ def _unraveled(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 _Converted = tuple[Tensor, Tensor]
-"""The values after the conversion and back, and which of them were clipped."""
+"""The values converted to a format and back, and a mask of the clipped values."""
 
 
 def _on_grid(values: Tensor, scale: Tensor, to_grid: Callable[[Tensor], Tensor], low: float, high: float) -> _Converted:
@@ -227,7 +227,7 @@ def _on_grid(values: Tensor, scale: Tensor, to_grid: Callable[[Tensor], Tensor],
 
 
 def _in_blocks(values: Tensor, size: int, convert: Callable[[Tensor, Tensor], _Converted]) -> _Converted:
-    """Convert blocks of each row; ``convert`` gets ``[rows, blocks, size]`` and the largest magnitude of each block."""
+    """Convert each row in blocks. ``convert`` receives ``[rows, blocks, size]`` and each block's largest magnitude."""
     columns = values.shape[1]
     blocks = functional.pad(values, (0, -columns % size)).unflatten(1, (-1, size))
     converted, clipped = convert(blocks, blocks.abs().amax(-1, keepdim=True))
@@ -255,7 +255,7 @@ def _mxfp8(blocks: Tensor, peak: Tensor) -> _Converted:
 
 
 def _to_e2m1(values: Tensor) -> Tensor:
-    """Round to 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with ties to even; the step doubles at 2 and at 4."""
+    """Round to 0, 0.5, 1, 1.5, 2, 3, 4 and 6, with ties to even. The spacing doubles at 2 and at 4."""
     sizes = values.abs()
     step = 0.5 + 0.5 * (sizes >= 2) + 1.0 * (sizes >= 4)
     return torch.round(values / step) * step
@@ -286,7 +286,7 @@ NUMBER_FORMATS: dict[str, Callable[[Tensor, _Peaks], _Converted]] = {
 
 
 def _matrix(values: Values, *, is_weight: bool) -> Tensor:
-    """Return values as a matrix, ``[channels, …]`` of a weight and ``[…, channels]`` of others; empty for a vector."""
+    """Return a weight as a matrix ``[channels, …]``, any other tensor as ``[…, channels]``; empty for a vector."""
     shaped = values.shaped
     if shaped.dim() < 2:
         return shaped.new_zeros(0, 1)
@@ -295,12 +295,12 @@ def _matrix(values: Values, *, is_weight: bool) -> Tensor:
 
 
 class _Sample(NamedTuple):
-    """Some groups of neighboring values in the rows of a matrix.
+    """A sample of groups of neighboring values in the rows of a matrix.
 
     Args:
-        groups: The values, ``[groups, width]`` float64. Those beyond the end of a row are zero.
-        peaks: The largest magnitudes of the whole matrix; those of the channels are for the values of the groups.
-        weights: The number of groups of the matrix that each group stands for, ``[groups]`` float64.
+        groups: The values, ``[groups, width]`` float64, padded with zeros beyond the end of a row.
+        peaks: The largest magnitude of the whole matrix, and of the channel of each value in the groups.
+        weights: The number of groups of the matrix that each group represents, ``[groups]`` float64.
     """
 
     groups: Tensor
@@ -309,7 +309,7 @@ class _Sample(NamedTuple):
 
 
 def _sampled(matrix: Tensor, *, is_weight: bool) -> _Sample:
-    """Return all groups of a small matrix, or a sample of about ``_SAMPLED`` values of a large one.
+    """Return all groups of a small matrix, or a sample of about ``_SAMPLED`` values of a large matrix.
 
     See :func:`_chosen`.
     """
@@ -327,7 +327,7 @@ def _sampled(matrix: Tensor, *, is_weight: bool) -> _Sample:
 
 
 def _sizes(matrix: Tensor, width: int, *, with_columns: bool) -> tuple[Tensor, Tensor]:
-    """Return the largest magnitude of each group, ``[rows, groups]``, and of each column, if these are wanted."""
+    """Return the largest magnitude of each group, ``[rows, groups]``, and of each column if ``with_columns``."""
     groups, columns = [], []
     step = max(1, _CHUNK // matrix.shape[1])
     for start in range(0, len(matrix), step):
@@ -339,11 +339,12 @@ def _sizes(matrix: Tensor, width: int, *, with_columns: bool) -> tuple[Tensor, T
 
 
 def _chosen(sizes: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Return the places of the groups of a sample, and the number of groups that each stands for.
+    """Return the indices of the groups of a sample, and the number of groups that each of them represents.
 
-    Half of the sample is spread evenly over the groups, which shares of values need. The other half is spread evenly
-    over the energy, so that few large values neither are missed nor stand for others. Groups of equal size are next to
-    each other when one of each part is chosen. The choice is the same in each run.
+    The weight of a group is the mean of a constant, which is needed to estimate fractions of values, and of its share
+    of the energy, so that rare large values are included but do not represent other groups. The groups are sorted by
+    magnitude and divided into ``most`` parts of equal weight, and one group of each part is chosen. The choice is the
+    same in each run.
 
     Args:
         sizes: The largest magnitude of each group.
@@ -355,7 +356,7 @@ def _chosen(sizes: Tensor, most: int) -> tuple[Tensor, Tensor]:
     sizes, order = sizes.double().sort()
     energy = sizes.square()
     shares = most * (0.5 / count + 0.5 * energy / energy.sum().clamp(min=torch.finfo(torch.float64).tiny))
-    for _ in range(_ROUNDS):  # no group is chosen twice
+    for _ in range(_ROUNDS):  # repeated, so that no group is chosen twice
         shares = shares.clamp(max=1.0)
         shares *= most / shares.sum()
     ends = shares.cumsum(0)
@@ -366,32 +367,32 @@ def _chosen(sizes: Tensor, most: int) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=8)
 def _points(most: int) -> NDArray[np.float64]:
-    """Return a number at random in each of equally many parts of 0 to 1."""
+    """Divide 0 to 1 into ``most`` equal parts, and return a random number in each part."""
     return (np.arange(most) + np.random.default_rng(0).random(most)) / most
 
 
 class FormatErrors(Reduction):
-    """Error that narrow number formats would make, for each record of a run.
+    """Error that the conversion to narrow number formats would cause, for each record of a run.
 
     The formats are those of ``lightning-recorder precision``: ``int8`` and ``int8-channel``, ``int4-32`` and
-    ``int4-128`` in groups, ``e4m3`` and ``e5m2``, ``mxfp8`` and ``nvfp4``, with the scales of each tensor. Statistics,
-    with ``nvfp4`` as an example: ``nvfp4_snr``, the signal-to-noise ratio in dB, ``10 log10(Σ x² / Σ error²)``;
-    ``nvfp4_clipped`` and ``nvfp4_flushed``, the shares of the values other than zero that are beyond the largest number
-    and that become zero. Vectors are left out, and values that are not finite count as zero.
+    ``int4-128`` in groups, ``e4m3`` and ``e5m2``, ``mxfp8`` and ``nvfp4``, with scales computed from each tensor.
+    Statistics, with ``nvfp4`` as an example: ``nvfp4_snr``, the signal-to-noise ratio in dB,
+    ``10 log10(Σ x² / Σ error²)``; ``nvfp4_clipped``, the fraction of the nonzero values beyond the largest number of
+    the format; ``nvfp4_flushed``, the fraction of the nonzero values that become zero. Vectors are ignored, and
+    nonfinite values count as zero.
 
-    The scales are those of the whole tensor. If a tensor has more than 8,192 values, about 8,192 are converted, in
-    groups of up to 128 neighboring values, half of them spread evenly over the tensor and half over its energy. In
-    tests with normal, heavy-tailed, sparse and massive values, ratios were within 0.5 dB of those of all values, and
-    shares within 0.02. The choice is the same in each run.
+    The scales are computed from the whole tensor. If a tensor has more than 8,192 values, a sample of about 8,192
+    values is converted, in groups of up to 128 neighboring values. Half of the groups are spread evenly over the
+    tensor, and half over its energy. In tests with normal, heavy-tailed, sparse and massive values, the ratios from the
+    sample were within 0.5 dB of the exact ratios, and the fractions within 0.02. The choice is the same in each run.
 
-    State: the energy, the number of values other than zero, and three numbers for each format. States are merged by
-    addition.
+    State: the energy, the number of nonzero values, and three numbers for each format. States are merged by addition.
 
     Args:
         formats: The formats.
         weights: True for weights, ``[output channels, …]``; False for activations and gradients, ``[…, channels]`` or
             ``[batch, channels, …]`` with more than three dimensions. Groups lie along the inputs of a weight, and along
-            the channels of others.
+            the channels of other tensors.
 
     Raises:
         ArgumentError: If a format is unknown.
@@ -449,13 +450,14 @@ class MassiveValues(Reduction):
     """The channel and the token with the largest magnitude, compared with the others.
 
     In transformers, a few activations are thousands of times as large as the rest, always in the same channels and at
-    the same tokens (`Massive Activations in Large Language Models <https://arxiv.org/abs/2402.17762>`_). Statistics, of
-    the tensor with the largest value in a record: ``massive_value``, its magnitude; ``massive_times``, this in medians
-    of the largest magnitudes of all channels; ``massive_channel`` and ``massive_token``, its place: the last dimension
-    and the one before it, or for more than three dimensions the second one and the place in the dimensions after it.
-    Vectors are left out, and values that are not finite count as zero.
+    the same tokens (`Massive Activations in Large Language Models <https://arxiv.org/abs/2402.17762>`_). The statistics
+    describe the largest value in a record: ``massive_value``, its magnitude; ``massive_times``, its magnitude divided
+    by the median of the largest magnitudes of all channels of its tensor; ``massive_channel`` and ``massive_token``,
+    its indices. Channels are the last dimension and tokens the dimension before it. With more than three dimensions,
+    channels are the second dimension, and the token is the flat index in the dimensions after it. Vectors are ignored,
+    and nonfinite values count as zero.
 
-    State: four numbers. A merge keeps those with the larger value.
+    State: four numbers. A merge keeps the state with the larger value.
 
     Example:
         >>> massive = MassiveValues()

@@ -1,4 +1,4 @@
-"""Shares of values that a narrow floating-point format cannot hold."""
+"""Fractions of values that a narrow floating-point format cannot represent."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fn
 class PrecisionShares(ScalarReduction):
     """Fractions of the values that underflow or overflow if they are converted to a narrow floating-point format.
 
-    State: the number of finite values other than zero, and of those among them that become zero, that lie below the
-    smallest normal number, and that exceed the largest one; 32 bytes. States are merged by addition, which is exact in
-    any order. Statistics, with the format ``float16`` as an example:
+    State, 32 bytes: the number of finite nonzero values, and how many of them become zero, become subnormal, or exceed
+    the largest number. States are merged by addition, which is exact in any order. Statistics, with the format
+    ``float16`` as an example:
 
     - ``float16_underflow``: ``|x| <= tiny / 2``, which rounds to zero, where ``tiny`` is the smallest subnormal number;
     - ``float16_subnormal``: ``tiny / 2 < |x| < smallest normal``, which loses digits;
     - ``float16_overflow``: ``|x| > max``. Values above ``max`` that round to it are included.
 
-    All three are fractions of the finite values other than zero, and NaN if there are none. Tensors that are already
-    of that format have no overflow, because it would be an infinity, and no underflow.
+    All three are fractions of the finite nonzero values, and NaN if there are none. Tensors that already have this
+    format have no underflow and no overflow: an overflowed value is an infinity and does not count.
 
     Args:
         dtype: The format: one of ``float16``, ``bfloat16``, ``float8_e4m3fn``, ``float8_e5m2``, ``float8_e4m3fnuz`` and

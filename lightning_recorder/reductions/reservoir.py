@@ -18,19 +18,19 @@ class Reservoir(Reduction):
 
     Each value of the stream has a random key, and the values with the smallest keys are kept (bottom-k sampling: Cohen
     & Kaplan, "Summarizing Data Using Bottom-k Sketches", 2007), so a merged sample is a sample of the whole stream. For
-    each tensor only the smallest keys are generated, as the order statistics of uniform numbers. Each key is assigned
-    to a value in one of equally many parts of the tensor, in random order. Keys and places are a hash (SplitMix64:
-    Steele, Lea & Flood, 2014) of the seed and the number of earlier values. They do not use the random numbers of
-    torch, so the training draws the same numbers with and without recording, and a run is reproducible.
+    each tensor, only the smallest keys are generated, as the order statistics of uniform numbers. The tensor is divided
+    into as many equal parts as there are keys, and each key is assigned to a value in one part, in random order. Keys
+    and positions are a hash (SplitMix64: Steele, Lea & Flood, 2014) of the seed and the number of earlier values. The
+    random number generators of torch are not used, so recording does not change the training and runs are reproducible.
 
     State: ``[values seen]``, ``size`` keys in ascending order and ``size`` values: ``8 + 16 * size`` bytes. Statistic:
-    ``sample``, ``[size]``, in random order, with NaN in unused places. NaN and infinities of the stream are sampled
-    like any other value.
+    ``sample``, ``[size]``, in random order, padded with NaN. NaN and infinities of the stream are sampled like any
+    other value.
 
     Args:
         size: The number of values in the sample.
-        seed: The seed of the hash. Streams that are recorded in parallel and merged later, such as those of several
-            ranks, need different seeds. With equal seeds they choose the same places, and the merged sample has less
+        seed: The seed of the hash. Streams that are recorded in parallel and merged later, such as on several ranks,
+            need different seeds. Streams with equal seeds choose the same positions, so their merged sample has less
             variety than its size suggests.
     """
 
@@ -62,12 +62,12 @@ class Reservoir(Reduction):
         if not drawn:
             return
         numbers = torch.arange(drawn, device=state.device)
-        # Unique for each value of the stream, because at most as many keys are drawn as there are values.
+        # The counters are unique in the stream, because a tensor never needs more keys than it has values.
         counters = (state[0].long() + numbers) * 4
         first, inside, spacing, order = (_uniform(counters + draw, self._seed) for draw in range(4))
         # The k smallest of n uniform numbers. Each is the smallest of the remaining numbers above the previous one.
         keys = -torch.expm1(_running_sum(torch.log1p(-spacing) / (values.numel - numbers)))
-        # One place per equal part, so the places are distinct. The random start evens out the sizes of the parts.
+        # One position per part, so the positions are distinct. A random start evens out the sizes of the parts.
         bounds = torch.arange(drawn + 1, device=state.device) * values.numel // drawn
         places = bounds[:-1] + (inside * bounds.diff()).long() + (first[0] * values.numel).long()
         places %= values.numel

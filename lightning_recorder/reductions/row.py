@@ -1,13 +1,13 @@
 """The layout of a row, which is the state of the default statistics of one site.
 
-A row begins with the states of :data:`PARTS`. The counts of the histogram follow. If the histogram is a sample, the
-number of all values is the last slot.
+A row begins with the states of :data:`PARTS`, followed by the counts of the histogram. If the histogram counts a sample
+only, the last slot is the number of all values.
 
 To add a default statistic, append a :class:`ScalarReduction` to :data:`PARTS` with the names of its slots. Recorders,
-callbacks, record files, heat maps and loggers then include its statistics. Torch computes its slots after a kernel has
-computed the others. To make it as fast as the others, compute the slots in ``kernels/fused.c`` (for a CPU, as
-``SLOT_<NAME>``) and in ``kernels/triton_kernels.py`` (for a GPU). When a kernel is loaded, it is compared with torch,
-and the parts that it does not compute are found.
+callbacks, record files, heat maps and loggers then include its statistics. Torch computes the new slots after a kernel
+has computed the other slots. To make the new statistic as fast as the others, compute its slots in ``kernels/fused.c``
+(for a CPU, as ``SLOT_<NAME>``) and in ``kernels/triton_kernels.py`` (for a GPU). When a kernel is loaded, its results
+are compared with torch to find the parts that it does not compute.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PARTS: dict[type[ScalarReduction], tuple[str, ...]] = {
 """The reductions whose states form the first slots of a row, in order, with the names of their slots."""
 
 DERIVED_STATISTICS = ("sum", "variance")
-"""Statistics that are not recorded, because they follow from others."""
+"""Statistics that are not recorded, because they can be computed from others."""
 
 _COUNTS = ("count", "nan_count", "inf_count")
 
@@ -58,8 +58,7 @@ SCALAR_STATISTICS = tuple(name for part in PARTS for name in part.statistics if 
 """The names of the scalar statistics that recorders write by default."""
 
 DEFAULT_STATISTICS = tuple(name for name in SCALAR_STATISTICS if name not in _COUNTS)
-"""The statistics that callbacks show by default, all or the main one of each module. They show counts of NaN and
-infinities once they are not zero."""
+"""The statistics that callbacks show by default. Counts of NaN and infinities are shown once they are not zero."""
 
 SLOTS = tuple(itertools.chain.from_iterable(PARTS.values()))
 """The names of the slots before the histogram, in order."""
@@ -67,7 +66,7 @@ COUNT, MEAN, M2, MIN, MAX = (SLOTS.index(name) for name in ("count", "mean", "m2
 HISTOGRAM = len(SLOTS)
 """The first slot of the histogram."""
 SAMPLED_NUMEL = HISTOGRAM + BINS
-"""The slot for the number of all values, in rows whose histogram is a sample."""
+"""The slot for the number of all values, in rows whose histogram counts a sample."""
 
 
 class Part(NamedTuple):

@@ -1,4 +1,4 @@
-"""Statistics of a few numbers: moments, norms, extrema, tallies, fractions beyond a threshold, and the batch spread."""
+"""Statistics with a state of a few numbers: moments, norms, extrema, tallies, threshold fractions, batch spread."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class RunningMoments(ScalarReduction):
 
     Statistics: ``count``; ``sum``, which is ``mean * count``; ``mean``; ``variance``, ``m2 / (count - correction)``;
     ``std``, the square root of the variance; ``rms``, ``sqrt(mean**2 + m2 / count)`` for any correction. For an empty
-    stream the count and the sum are zero and the others are NaN. The variance and ``std`` are also NaN if the count
-    does not exceed the correction.
+    stream, the count and the sum are zero and the other statistics are NaN. The variance and ``std`` are also NaN if
+    the count does not exceed the correction.
 
     Args:
         correction: The number that is subtracted from the count for the variance: 0 for the population variance, 1 for
@@ -97,7 +97,7 @@ def moments_of(values: Values) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """
     count = values.finite_count
     mean = values.finite.sum(dtype=torch.float64) / count.clamp(min=1)
-    # Always copied, whatever the dtype. A NaN or an infinity survives the subtraction and then adds nothing.
+    # Always copied, whatever the dtype. The subtraction preserves NaN and infinities, which then become zero.
     deviations = finite_or_zero_(values.flat.to(torch.float64, copy=True).sub_(mean))
     return count, mean, sum_of_products(deviations, deviations), deviations
 
@@ -105,7 +105,7 @@ def moments_of(values: Values) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def sum_of_products(one: Tensor, other: Tensor) -> Tensor:
     """Return the sum of the products of two float64 tensors, ``[numel]``, as a 0-d tensor.
 
-    A dot product is not accurate enough: it adds in few lanes and loses many equal small products next to a huge one.
+    A dot product is not accurate enough. It adds in few SIMD lanes, so many small products are lost next to a huge one.
     """
     return (one * other).sum()
 
@@ -138,10 +138,11 @@ class HigherMoments(ScalarReduction):
     2008). The other slots are merged as in :class:`~lightning_recorder.reductions.RunningMoments`.
 
     Statistics: ``skewness``, ``sqrt(n) * m3 / m2**1.5``, 0 for a symmetric distribution; ``kurtosis``,
-    ``n * m4 / m2**2 - 3``, 0 for a normal distribution and larger with outliers. For any split of the stream they agree
-    within 1e-9, as long as the standard deviation is at least 1e-4 of the mean. Both are NaN for a stream without a
-    finite value, if the standard deviation is below 1e-14 of the mean and thus only rounding error, and if the fourth
-    powers of the deviations exceed the range of float64 (deviations above 1e75 or below 1e-75).
+    ``n * m4 / m2**2 - 3``, 0 for a normal distribution and larger with outliers. For any split of the stream, the
+    results agree within 1e-9, as long as the standard deviation is at least 1e-4 of the mean. Both statistics are NaN
+    in three cases: the stream has no finite value; the standard deviation is below 1e-14 of the mean and thus only
+    rounding error; the fourth powers of the deviations exceed the range of float64 (deviations above 1e75 or below
+    1e-75).
     """
 
     width = 5
@@ -202,7 +203,7 @@ class Norms(ScalarReduction):
     @override
     def slots_of(self, values: Values) -> Sequence[Tensor]:
         sizes = values.finite.abs()
-        # Zero replaces values that are not finite, which would be wrong only if there is no finite value.
+        # Nonfinite values count as zero, which cannot be the maximum unless there is no finite value.
         largest = torch.where(values.finite_count > 0, sizes.amax().double(), -torch.inf)
         return largest, sizes.sum(dtype=torch.float64), sum_of_products(values.doubles, values.doubles)
 
@@ -259,9 +260,9 @@ class Extrema(ScalarReduction):
 class Tallies(ScalarReduction):
     """Fraction of zeros and number of NaN and infinities among all values.
 
-    State: ``[numel, zeros, nans, infinities]``. Statistics: ``zero_fraction``, the fraction of values that are zero of
-    either sign, NaN for an empty stream; ``nan_count``; ``inf_count``, of either sign. Merging is integer addition,
-    which is exact in any order.
+    State: ``[numel, zeros, nans, infinities]``. Statistics: ``zero_fraction``, the fraction of values equal to +0 or
+    -0, NaN for an empty stream; ``nan_count``; ``inf_count``, of either sign. Merging is integer addition, which is
+    exact in any order.
     """
 
     width = 4
@@ -279,7 +280,7 @@ class Tallies(ScalarReduction):
 
 
 class _Share(ScalarReduction):
-    """Base class for the fraction of values whose magnitude satisfies a comparison; state ``[values, hits]``.
+    """Base class for the fraction of values whose magnitude satisfies a comparison. State: ``[values, hits]``.
 
     Magnitudes and the threshold are compared in float32, or in float64 if the values are float64 or integers.
     """
@@ -310,8 +311,8 @@ class NearZero(_Share):
     """Fraction of the values that are zero or nearly zero.
 
     State: ``[values, values with |x| <= threshold]``. States are merged by addition, which is exact in any order.
-    Statistic: ``near_zero_fraction``, the second divided by the first; NaN for an empty stream. A NaN counts as a
-    value. Threshold and values are compared in float32, or in float64 if the values are float64 or integers.
+    Statistic: ``near_zero_fraction``, the second number divided by the first; NaN for an empty stream. A NaN counts as
+    a value. Threshold and values are compared in float32, or in float64 if the values are float64 or integers.
 
     Args:
         threshold: The largest magnitude that counts as nearly zero.
@@ -330,8 +331,8 @@ class Saturation(_Share):
     """Fraction of the values beyond a threshold, such as 0.99 for the output of ``Tanh``.
 
     State: ``[values, values with |x| > threshold]``. States are merged by addition, which is exact in any order.
-    Statistic: ``saturation_fraction``, the second divided by the first; NaN for an empty stream. An infinity exceeds
-    every threshold. A NaN counts as a value but never as saturated. Threshold and values are compared as in
+    Statistic: ``saturation_fraction``, the second number divided by the first; NaN for an empty stream. An infinity
+    exceeds every threshold. A NaN counts as a value but never as saturated. Threshold and values are compared as in
     :class:`NearZero`.
 
     Args:
@@ -345,19 +346,20 @@ class Saturation(_Share):
 
 
 SPREAD_VALUES = (64, 256)
-"""The largest numbers of rows and columns that :class:`BatchSpread` reads; the C function has arrays of this size."""
+"""The maximum numbers of rows and columns that :class:`BatchSpread` reads. The C code has arrays of these sizes."""
 
 
 class BatchSpread(Reduction):
-    """The part of the size of a matrix that differs between its rows, such as the samples of a batch.
+    """Variation between the rows of a matrix, such as the samples of a batch, relative to the size of the values.
 
-    State: the sum of the squared deviations from the mean of each column, and the sum of the squares. States are merged
-    by addition, so each tensor has means of its own. Statistic: ``batch_spread``, the square root of the first divided
-    by the second: rms(x - mean over the first dimension) / rms(x). It is 0 for equal rows and 1 for columns of mean
-    zero; NaN without values other than zero, and for tensors that are not ``[samples, features]`` or not finite.
+    State: the sum of the squared deviations from the column means, and the sum of the squares. States are merged by
+    addition, so the deviations are those from the means of each tensor. Statistic: ``batch_spread``, the square root of
+    the first number divided by the second: rms(x - mean over the first dimension) / rms(x). It is 0 for equal rows and
+    1 for columns of mean zero. It is NaN if all values are zero, and for tensors that are not ``[samples, features]``
+    or not finite.
 
-    At most 64 rows and 256 columns at regular distances are read, which bounds the time. Rows that differ in other
-    columns alone do not count. The recorders compute the same in C, where that is possible.
+    To bound the time, at most 64 rows and 256 columns are read, at regular distances. Differences in other columns are
+    not seen. Recorders use C code for this statistic where possible.
 
     Example:
         >>> spread = BatchSpread()
@@ -376,10 +378,10 @@ class BatchSpread(Reduction):
             return
         rows, columns = (-(-size // most) for size, most in zip(tensor.shape, SPREAD_VALUES, strict=True))
         some = tensor[::rows, ::columns].double()
-        # Deviations from the first row, so that equal rows have none.
+        # Subtract the first row, so that the deviations of equal rows are exactly zero.
         deviations = some - some[:1]
         sums = torch.stack([(deviations - deviations.mean(0)).square().sum(), some.square().sum()])
-        # One value that is not finite would make all other batches unknown.
+        # Ignore tensors with a nonfinite value, which would make the result of all other tensors NaN.
         state += torch.where(sums.isfinite().all(), sums, 0.0)
 
     @override

@@ -49,18 +49,19 @@ HEAD_SLOTS = (
     "minus_least_ratio",
     "minus_least_alike",
 )
-"""The numbers that are kept for each head; the last four are maxima, the others sums."""
+"""The numbers in the state of each head. The last four are maxima, all others are sums."""
 
 _HEAD_MAXIMA = 4
 
 EXPERT_SLOTS = ("tokens", "sampled", "chosen", "load", "probability", "entropy", "margin")
-"""The numbers that are kept for each expert; those of the router are the same for all of its experts."""
+"""The numbers in the state of each expert. Numbers of the whole router are repeated for all of its experts."""
 
 
 def slots_of_scores(names: tuple[str, ...], found: Mapping[str, Tensor | float], like: Tensor) -> Tensor:
-    """Return the numbers of these names as the rows of a block, ``[names, n]`` float64, with zero for a missing one.
+    """Return the named numbers as the rows of a block, ``[names, n]`` float64. A missing number is zero.
 
-    A number is ``[n]``, or one for all. ``like`` is a tensor of shape ``[n]`` on the device of the numbers.
+    Each number is a tensor ``[n]``, or a scalar for all columns. ``like`` is a tensor ``[n]`` on the device of the
+    numbers.
     """
     rows = [found.get(name, 0.0) for name in names]
     numbers = {row: torch.full_like(like, row, dtype=torch.float64) for row in rows if not isinstance(row, Tensor)}
@@ -101,32 +102,34 @@ class _Scores(ShapedReduction):
 
 
 class HeadScores(_Scores):
-    """Statistics of the scores of attention for each head, from a sample of queries.
+    """Statistics of the attention scores of each head, from a sample of queries.
 
-    Values are the block of one call, ``[24, heads]``, whose rows are :data:`HEAD_SLOTS`. The statistics, each
-    ``[heads]`` and exact in float32:
+    The values are the block of one call, ``[24, heads]``, with the rows :data:`HEAD_SLOTS`. The statistics, each
+    ``[heads]`` and exact in float32, are:
 
     - ``attention_max_logit``: the largest score before the softmax, with the scale and the mask;
     - ``attention_logit_std``: the standard deviation of the scores of a query over the keys that it may attend;
     - ``attention_entropy``: the mean of ``-Σ p ln p`` over the queries, in nats;
-    - ``attention_entropy_ratio``: the same, divided by the logarithm of the number of keys that may be attended: 0 for
-      one key, 1 for all of them equally; ``attention_least_ratio`` and ``attention_most_ratio`` are the smallest and
-      the largest of any query;
-    - ``attention_first_key`` and ``attention_top_key``: the mean share of the first key, and of the key with the
-      largest share;
-    - ``attention_distance``: the mean number of positions between a query and the keys that it attends; NaN if there
-      are more or fewer keys than queries, as in attention to another sequence;
-    - ``attention_future``: the mean share of the keys behind the query; NaN likewise;
-    - ``attention_keys`` and ``attention_visible``: the mean number and the mean share of keys that may be attended;
-    - ``attention_masked``: the share of queries that had a mask;
-    - ``attention_blind``: the share of samples none of whose queries may attend any key. Some queries may be padding;
-    - ``attention_value_rms``: the root mean square of the values; NaN where they are unknown;
-    - ``attention_alike``: the smallest cosine between the query and the key of the same position; NaN where unknown;
-    - ``attention_padding``: the mean share of the padding, for queries that are no padding themselves, in samples that
-      have some; NaN if no tokens of the model have padding;
-    - ``attention_own``: the share of queries that may attend the key of their own position; NaN as the distance.
+    - ``attention_entropy_ratio``: the entropy divided by the logarithm of the number of keys that may be attended: 0 if
+      all attention is on one key, 1 if it is equal on all keys; ``attention_least_ratio`` and ``attention_most_ratio``
+      are the smallest and the largest ratio of any query;
+    - ``attention_first_key`` and ``attention_top_key``: the mean attention weight of the first key, and of the key with
+      the largest weight;
+    - ``attention_distance``: the mean number of positions between a query and the keys that it attends to; NaN if the
+      numbers of queries and keys differ, as in cross-attention;
+    - ``attention_future``: the mean attention weight on keys after the query; NaN like ``attention_distance``;
+    - ``attention_keys`` and ``attention_visible``: the mean number and the mean fraction of keys that may be attended;
+    - ``attention_masked``: the fraction of queries with a mask;
+    - ``attention_blind``: the fraction of samples in which no query may attend to any key. Some queries may be padding;
+    - ``attention_value_rms``: the root mean square of the value vectors; NaN if they are unknown;
+    - ``attention_alike``: the smallest cosine between the query and the key of the same position; NaN if unknown;
+    - ``attention_padding``: the mean attention weight on padding, for queries that are not padding, in samples that
+      have padding; NaN if no tokens of the model have padding;
+    - ``attention_own``: the fraction of queries that may attend to the key of their own position; NaN like
+      ``attention_distance``.
 
-    Queries that may attend fewer than two keys count only in the largest score and in the shares of queries and keys.
+    Queries that may attend to fewer than two keys count only in the largest score and in the fractions of queries and
+    keys.
     """
 
     blocks = len(HEAD_SLOTS)
@@ -159,23 +162,23 @@ class HeadScores(_Scores):
             slots["padding"] / slots["padded"],
             slots["own"] / placed,
         )
-        # Records take half of the space for numbers that float32 can hold.
+        # Rounded to float32, because records need half the space for such numbers.
         return {name: each.float().double() for name, each in zip(HEAD_STATISTICS, found, strict=True)}
 
 
 class ExpertScores(_Scores):
-    """Statistics of the choice of a router for each expert.
+    """Statistics of a router for each of its experts.
 
-    Values are the block of one call, ``[7, experts]``, whose rows are :data:`EXPERT_SLOTS`. The statistics, each
-    ``[experts]`` and exact in float32:
+    The values are the block of one call, ``[7, experts]``, with the rows :data:`EXPERT_SLOTS`. The statistics, each
+    ``[experts]`` and exact in float32, are:
 
-    - ``router_load``: the share of the choices that fall on the expert; 1 / experts is balanced. The exponential of
-      their entropy is the effective number of experts;
+    - ``router_load``: the fraction of the choices that fall on the expert; 1 / experts is balanced. The exponential of
+      the entropy of these fractions is the effective number of experts;
     - ``router_probability``: the mean probability of the expert;
     - ``router_entropy``: the mean of ``-Σ p ln p`` over the tokens, in nats, the same for all experts of a router;
-    - ``router_margin``: the mean difference of the scores of the last expert that was chosen and the first one that was
-      left out;
-    - ``router_chosen``: the number of experts that a token chooses;
+    - ``router_margin``: the mean difference between the lowest score of a chosen expert and the highest score of an
+      expert that was not chosen;
+    - ``router_chosen``: the number of experts per token;
     - ``router_tokens``: the number of tokens.
     """
 

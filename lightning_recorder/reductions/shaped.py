@@ -32,12 +32,12 @@ class ShapedReduction(Reduction):
     """Base class of reductions that keep numbers for each channel or element.
 
     The first tensor determines the shape of the state, and later tensors must match it. The state consists of leading
-    numbers, usually one count, and a number of blocks of that shape. A ``DTensor`` is rejected if it is sharded along a
-    dimension of which each index has numbers of its own, because each rank has other indices.
+    numbers, usually one count, and one or more blocks of that shape. A ``DTensor`` is rejected if it is sharded along a
+    dimension whose indices have separate numbers, because each rank has different indices.
     """
 
     blocks: ClassVar[int] = 1
-    """Number of blocks, which is the number of values that are kept for each element."""
+    """Number of blocks: the number of values to keep for each element."""
     lead: ClassVar[int] = 1
     """Number of slots before the blocks."""
 
@@ -46,7 +46,7 @@ class ShapedReduction(Reduction):
 
     @abstractmethod
     def shape_of(self, values: Values) -> tuple[int, ...]:
-        """Return the shape of the numbers that are kept for values."""
+        """Return the shape of one block of the state for the given values."""
 
     @abstractmethod
     def update_shaped(self, lead: Tensor, blocks: Tensor, values: Values) -> None:
@@ -151,10 +151,10 @@ def whole_dimension(dim: int, values: Values) -> int:
 
 
 def check_unsharded(dims: frozenset[int]) -> None:
-    """Check that there are no sharded dimensions among those whose indices must be the same on all ranks.
+    """Check that there are no sharded dimensions. Each rank has other indices of a sharded dimension.
 
     Raises:
-        ArgumentError: If there are such dimensions.
+        ArgumentError: If there are sharded dimensions.
     """
     if dims:
         raise ArgumentError(f"each rank has other indices of dimension {min(dims)}, along which the tensor is sharded")
@@ -201,7 +201,7 @@ class ChannelMoments(_ChannelReduction):
         dim: The channel dimension: 1 for convolutions and for linear layers on ``[batch, channels]``, -1 for the
             features of a transformer.
         groups: The number of equal groups of neighboring channels that are summarized together, such as the heads of
-            an attention layer; the statistics then have the shape ``[groups]``. By default each channel by itself.
+            an attention layer. The statistics then have the shape ``[groups]``. By default, each channel is a group.
     """
 
     blocks = 3

@@ -26,9 +26,9 @@ _ROUNDING = 1e-10  # relative error of float64 sums that were added in a differe
 class Statistics(Combined):
     """Moments, extrema, tallies and the histogram in one row.
 
-    Statistics: those of :class:`RunningMoments`, :class:`Extrema`, :class:`Tallies` and :class:`ExponentHistogram`,
-    with the same names. On a CPU with a C compiler and on a GPU with Triton they are computed in one pass; see
-    :func:`prepare` and :func:`prepare_device`.
+    Statistics: all statistics of :class:`RunningMoments`, :class:`Extrema`, :class:`Tallies` and
+    :class:`ExponentHistogram`, with the same names. On a CPU with a C compiler and on a GPU with Triton, they are
+    computed in one pass; see :func:`prepare` and :func:`prepare_device`.
 
     Args:
         sample: The sample size, as for :class:`ExponentHistogram`. Only the histogram and its quantiles are estimated
@@ -57,14 +57,14 @@ class Statistics(Combined):
         return super().update_deferred(state, values)
 
     def means(self, state: Tensor) -> Tensor:
-        """Return only the means of states, ``[..., width]``, each ``[...]``; NaN without a finite value."""
+        """Return the means of states ``[..., width]``, as ``[...]``; NaN without a finite value."""
         return torch.where(state[..., COUNT] > 0, state[..., MEAN], torch.nan)
 
     @staticmethod
     def are_alike(one: Tensor, other: Tensor) -> Tensor:
-        """Return True for states, ``[..., width]``, that may cover the same values added in a different order.
+        """Return True, as bool ``[...]``, where two states, ``[..., width]``, may cover the same values in any order.
 
-        The counts, means, squares and extrema are compared. The result is a bool tensor, ``[...]``.
+        The counts, means, squares and extrema are compared.
         """
         count, mean, m2 = (one[..., slot] for slot in (COUNT, MEAN, M2))
         size = (mean.square() + m2 / count.clamp(min=1)).sqrt()

@@ -1,4 +1,4 @@
-"""Functions and metrics of the user as named reductions, whose state may be anything."""
+"""A user's functions and metrics as named reductions, whose state can be any value."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from lightning_recorder.reductions.base import Reduction
 __all__ = ["Extra", "Extras", "Results", "UserReduction", "as_reductions"]
 
 Extra = Reduction | Metric | Fold | type | str
-"""A reduction: a :class:`Reduction`, a ``torchmetrics.Metric``, a function as for ``functools.reduce``, the class of
-one, or the import path of one."""
+"""A reduction: a :class:`Reduction`, a ``torchmetrics.Metric``, a function as for ``functools.reduce``, or the class or
+import path of one of these."""
 
-# jsonargparse tries the types in order. In another order, it saves lists as functions, and classes as mappings. The
-# metrics of torchmetrics are modules.
+# jsonargparse tries the types in this order. In another order, it would save lists as functions, and classes as
+# mappings. ``nn.Module`` covers the metrics of torchmetrics.
 Extras = Sequence[Extra] | Reduction | nn.Module | Mapping[str, Extra] | Metric | Fold | type | str
-"""A reduction, or several: a list, or a mapping from names to functions and metrics."""
+"""One reduction, a list of reductions, or a mapping from names to functions and metrics."""
 
-# Associative and commutative, so that results of several processes can be combined by the function itself.
+# Associative and commutative functions, which can also combine the results of several processes.
 _MERGEABLE: tuple[Callable[..., Any], ...] = (
     torch.add, torch.mul, torch.maximum, torch.minimum, torch.max, torch.min, torch.fmax, torch.fmin, torch.logical_and,
     torch.logical_or, torch.logical_xor, torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor, torch.logaddexp,
@@ -56,12 +56,12 @@ class UserReduction:
     """A function or a metric with a name.
 
     Args:
-        given: A function of two arguments, the previous result, initially the first tensor, and the next tensor; or a
-            ``torchmetrics.Metric``. Each site has its own copy.
-        name: The name of its result; by default that of the function, or of the class in snake case.
+        given: A ``torchmetrics.Metric``, or a function of two arguments: the previous result, which is initially the
+            first tensor, and the next tensor. Each site has its own copy.
+        name: The name of the result; by default the name of the function, or of the class in snake case.
 
     Raises:
-        ArgumentError: If ``given`` is neither.
+        ArgumentError: If ``given`` is neither a function nor a metric.
 
     Example:
         >>> peak = UserReduction(torch.maximum, "peak")
@@ -96,8 +96,8 @@ class UserReduction:
     def is_mergeable(self) -> bool:
         """True if the results of several processes can be combined.
 
-        They can for a metric that declares how (``dist_reduce_fx``), and for the functions of torch and ``operator``
-        that are associative and commutative, such as ``torch.add`` and ``torch.maximum``.
+        This is possible for metrics that declare ``dist_reduce_fx``, and for associative and commutative functions of
+        torch and ``operator``, such as ``torch.add`` and ``torch.maximum``.
         """
         if isinstance(self.given, nn.Module):
             return is_metric(self.given) and not any(True for _ in self.given.children())
@@ -106,7 +106,7 @@ class UserReduction:
     def results(self, state: Accumulator) -> Results:
         """Return the results of a site by name.
 
-        A number, or a tensor with one element, is a scalar. Mappings and sequences have a result for each part, named
+        A number, or a tensor with one element, is a scalar. Mappings and sequences have one result per entry, named
         ``<name>_<key>``.
 
         Raises:
@@ -137,10 +137,10 @@ def as_reductions(given: Any, taken: Iterable[str] = ()) -> list[Reduction | Use
         given: The reductions.
         taken: The names of statistics that exist already.
 
-    Classes are instantiated, and import paths are imported. A ``MetricCollection`` is a reduction for each metric.
+    Classes are instantiated, and import paths are imported. A ``MetricCollection`` gives one reduction per metric.
 
     Raises:
-        ArgumentError: If one of them is none of these, or if two results have the same name.
+        ArgumentError: If an entry is not a reduction, or if two results have the same name.
     """
     found = list(_each(given, ""))
     names = [*taken, *(each.name for each in found if isinstance(each, UserReduction))]
@@ -171,7 +171,7 @@ def _each(given: Any, name: str) -> Iterator[Reduction | UserReduction]:
             kind = given["class_path"]
             if isinstance(kind, str):
                 kind = _instance(imported("extra", kind), given.get("init_args") or {})
-            yield from _each(kind, name)  # LightningCLI makes instances itself
+            yield from _each(kind, name)  # LightningCLI has created the instances
             return
         for key, each in given.items():
             yield from _each(each, str(key))

@@ -36,8 +36,8 @@ _MOST_DENSE = 1 << 28  # the largest numel of a sparse tensor that is made dense
 def as_plain(tensor: Tensor) -> Tensor:
     """Return the values of a tensor as a dense strided tensor, which shares its memory if possible.
 
-    A ``DTensor`` is replaced by its local part and a nested tensor by the concatenated values of its parts. A quantized
-    tensor is dequantized. A sparse tensor is made dense, zeros included.
+    A ``DTensor`` is replaced by its local shard. A nested tensor is replaced by its concatenated values. A quantized
+    tensor is dequantized. A sparse tensor is converted to a dense tensor, zeros included.
 
     Raises:
         ArgumentError: If a sparse tensor is so large that its dense copy could take memory that the training needs.
@@ -46,7 +46,7 @@ def as_plain(tensor: Tensor) -> Tensor:
     if type(tensor) not in PLAIN_TYPES and hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
     if tensor.is_nested:
-        # If there are gaps between the parts, as after torch.nested.narrow, values() includes the gaps.
+        # If there are gaps between the nested parts, as after torch.nested.narrow, values() includes the gaps.
         lengths: Any = getattr(tensor, "lengths", lambda: None)()
         tensor = torch.cat([part.flatten() for part in tensor.unbind()]) if lengths is not None else tensor.values()
     if tensor.is_quantized:
@@ -63,23 +63,23 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 # The temporaries for this many values fit into a CPU cache, or into 128 MiB on a GPU.
 _PIECE = {"cpu": 1 << 18}
 _LARGE_PIECE = 1 << 24
-# Most values of a tensor fall into about a hundred bins, and GPU threads that add to the same number wait for each
-# other.
+# The number of copies of the bins. Most values of a tensor fall into about a hundred bins, and GPU threads that add to
+# the same bin wait for each other.
 _COPIES = {"cuda": 64}
 
 
 class Values:
-    """The real values of one tensor, widened and flat. Each pass that several reductions share runs at most once.
+    """The real values of one tensor, widened and flat. Intermediate results that reductions share are computed once.
 
     Args:
         raw: Any tensor. Half precision is widened to float32. Integers and booleans become float64, which is exact up
             to 2**53. A complex tensor is treated as its real and imaginary parts. A ``DTensor`` is replaced by its
-            local part. Sparse, quantized and nested tensors are made dense by :func:`as_plain`.
+            local shard. Sparse, quantized and nested tensors are made dense by :func:`as_plain`.
         factor: A number by which the values are multiplied, such as the inverse of a loss scale.
 
     Note:
-        Nothing here synchronizes the device or has a data-dependent shape, so it works with ``meta`` tensors and inside
-        a CUDA graph.
+        No operation synchronizes the device or has a data-dependent shape, so ``meta`` tensors and CUDA graphs are
+        supported.
     """
 
     def __init__(self, raw: Tensor, factor: float = 1.0) -> None:
@@ -117,7 +117,7 @@ class Values:
 
     @cached_property
     def sharded_dims(self) -> frozenset[int]:
-        """The dimensions of a ``DTensor`` of which this process has a part only."""
+        """The dimensions of a ``DTensor`` that are sharded across processes."""
         raw: Any = self.raw
         if type(raw) in PLAIN_TYPES or not hasattr(raw, "placements"):
             return frozenset()
@@ -130,7 +130,7 @@ class Values:
         return self.real.numel()
 
     def pieces(self) -> Iterator[Values]:
-        """Yield the values in order in pieces, small enough to bound the memory for temporaries."""
+        """Yield the values in order, in pieces small enough to bound the memory for temporaries."""
         size = _PIECE.get(self.raw.device.type, _LARGE_PIECE)
         if self.raw.numel() <= size:
             yield self
@@ -139,7 +139,7 @@ class Values:
             yield Values(piece, self.factor)
 
     def sampled(self, most: int) -> Tensor:
-        """Return at most ``most`` of the values of :attr:`flat`: all of them, or those at :func:`sample_places`."""
+        """Return at most ``most`` values of :attr:`flat`: all values, or the values at :func:`sample_places`."""
         if self.numel <= most:
             return self.flat
         # A plain copy to the device would synchronize it.
@@ -193,9 +193,9 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def sample_places(numel: int, most: int) -> NDArray[np.int64]:
-    """Return ascending places of a sample of values, ``[most]``, one at random in each of equally many parts.
+    """Return the ascending indices of a sample of values, ``[most]``: one random index in each of ``most`` equal parts.
 
-    The result is the same for every call. Equidistant places would hit the same channels again and again.
+    The result is the same for every call. Equidistant indices would always hit the same channels.
 
     ``numel`` must be greater than ``most``, which must be positive.
     """
@@ -213,15 +213,15 @@ _FEW_PLACES = 1 << 14
 
 
 def count_bins(counts: Tensor, values: Tensor, *, copies: int | None = None) -> None:
-    """Add the number of values, ``[numel]`` float32 or float64, per bin to counts, ``[2048 or more]`` float64.
+    """Count values, ``[numel]`` float32 or float64, per bin, and add the numbers to counts, ``[2048 or more]`` float64.
 
-    ``copies`` is the number of copies of the bins that neighboring values are spread over: by default one on a CPU and
-    several on a GPU.
+    Neighboring values are counted in different copies of the bins. ``copies`` is the number of copies: by default one
+    on a CPU and several on a GPU.
     """
     index = bins_of(values)
     if copies is None:
         copies = _COPIES.get(values.device.type, 1)
-    # bincount is not used: it reads the largest value first, which synchronizes a GPU and fails on meta tensors.
+    # bincount is not used, because it reads the largest value, which synchronizes a GPU and fails on meta tensors.
     # Integer sums in float64 are exact in any order.
     one = counts.new_ones(1).expand(values.numel())
     if copies == 1:
@@ -235,8 +235,8 @@ def count_bins(counts: Tensor, values: Tensor, *, copies: int | None = None) -> 
 def bins_of(values: Tensor) -> Tensor:
     """Return the bins of values, ``[numel]`` int32: the upper eleven bits of each value as a float32.
 
-    A finite float64 beyond the range of float32 goes to the end bin of its sign. A float64 too small for float32 goes
-    to the bin of its signed zero.
+    A finite float64 beyond the range of float32 is in the end bin of its sign. A float64 too small for float32 is in
+    the bin of its signed zero.
     """
     if values.dtype == torch.float64:
         values = torch.where(values.isfinite(), values.clamp(-_FLOAT32_MAX, _FLOAT32_MAX), values).float()

@@ -1,4 +1,4 @@
-"""Recorders of evaluations: of all batches, with one record per data loader, or of the first batches."""
+"""Recorders of evaluations: one records all batches, with one record per data loader, the other only first batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["EvaluationRecorder", "EvaluationSampler"]
 
 
 class EvaluationRecorder(RankMergingRecorder):
-    """Record all batches of an evaluation, and merge those of each data loader into one record at the end.
+    """Record all batches of an evaluation. At its end, make one record per data loader.
 
     Args:
         recorder: The recorder that provides the tensors.
@@ -27,8 +27,8 @@ class EvaluationRecorder(RankMergingRecorder):
         options: The arguments of :class:`RankMergingRecorder`.
 
     Note:
-        Ranks are merged when the evaluation ends, not between its loaders, because a rank may have no batch of a
-        loader.
+        Ranks are merged when the evaluation ends, not after each data loader, because a loader may have no batch on
+        some rank.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class EvaluationRecorder(RankMergingRecorder):
             self.recorder.pause()
 
     def finish(self, step: int, epoch: int, loaders: int = 1) -> None:
-        """Make the records, unless recording was disabled in all batches.
+        """Make one record per data loader, unless recording was disabled in all batches.
 
         Args:
             step: The position of the records on the step axis.
@@ -72,12 +72,12 @@ class EvaluationRecorder(RankMergingRecorder):
             later = None if pending is None else partial(self._completed, pending, is_covered)
             place = loader if loaders > 1 else None
             with self.contained():
-                self.recorder.states.reset_all()  # the next evaluation does not continue the stream of this one
+                self.recorder.states.reset_all()  # the next evaluation starts from empty states
                 if merged.snapshot is not None and self._is_first and (is_covered or pending is not None):
                     self._on_record(Record(step, epoch, merged.snapshot, stage=self.stage, loader=place, pending=later))
 
     def _completed(self, pending: PendingMerge, is_covered: bool, record: Record) -> Record | None:
-        """Return a record with the merged states, or None if there are none. Called in the writer thread."""
+        """Return the record with the merged states, or None if nothing was recorded. Called in the writer thread."""
         merged = self.finished(pending)
         if merged.snapshot is None or (not is_covered and merged.snapshot.is_empty):
             return None
@@ -90,12 +90,11 @@ class EvaluationRecorder(RankMergingRecorder):
 
 
 class EvaluationSampler(EvaluationRecorder):
-    """Record the first batches of evaluations, and in all at most one of a hundred batches.
+    """Record the first batches of each evaluation, up to 1 % of all evaluation batches of the run.
 
-    This is a limit on batches, not on time: a recorded batch takes longer than others, in small models several times as
-    long. The limit does not depend on the clock, so that a repetition of a run has the same records. The
-    first batch of the first evaluation is always recorded. The choice depends on the number of batches only, so that it
-    is the same in each repetition of a run. Only the first data loader is recorded, on rank zero.
+    The limit counts batches, not time: recording makes a batch slower, in small models several times slower. The choice
+    of batches depends only on the numbers of batches and not on the clock, so repeating a run gives the same records.
+    The first batch of the first evaluation is always recorded. Only the first data loader is recorded, on rank zero.
 
     Args:
         recorder: The recorder that provides the tensors.
@@ -113,16 +112,16 @@ class EvaluationSampler(EvaluationRecorder):
         super().__init__(recorder, stage, self._on_sample, **options)
         self._receive = on_record
         self._batches = self._recorded = 0
-        self._left = 0  # of the batches to record in the current evaluation
+        self._left = 0  # batches still to record in the current evaluation
         self._has_record = False
         self.is_recording = False
-        """True until the last batch to record has ended. An attribute, because the loop reads it for every batch."""
+        """True until the last sampled batch ends. A plain attribute, because the loop reads it for every batch."""
 
     def begin(self, batches: float) -> None:
         """Begin an evaluation.
 
         Args:
-            batches: The number of batches of its first data loader, possibly infinite.
+            batches: The number of batches of the first data loader, possibly infinite.
         """
         known = int(batches) if batches < float("inf") else 1
         self._batches += known
@@ -155,7 +154,7 @@ class EvaluationSampler(EvaluationRecorder):
     @override
     def finish(self, step: int, epoch: int, loaders: int = 1) -> None:
         if self._has_record:
-            # All loaders share the number of the step, and readers take the first of several.
+            # One record only: records of several loaders have the same step, and readers use the first of them.
             super().finish(step, epoch)
         else:
             self.interrupt()

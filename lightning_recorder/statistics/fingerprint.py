@@ -29,26 +29,26 @@ __all__ = [
 ]
 
 _MOST_SAMPLES = 1024
-_MOST_VALUES = 64  # of a sample
+_MOST_VALUES = 64  # values read per sample
 _MOST_TENSORS = 8
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 1 << 22  # values that are read at once
+_CHUNK = 1 << 22  # values read at once
 _SIGNS = 1 << 20
 _MIX = 0x1E3779B97F4A7C15  # odd, so that multiplication modulo 2**64 loses nothing
 _HALF = 31  # bits
-_FEWEST_VALUES = 8  # of a sample of a large batch
-_WIDE = 4  # values of a sample from which on a tensor is an input, and no target or weight
-_MOST_OF_BATCH = 1 << 14  # values of a tensor whose samples are identified
+_FEWEST_VALUES = 8  # values read per sample of a large batch
+_WIDE = 4  # a tensor with at least this many values per sample is an input, not a target or weight
+_MOST_OF_BATCH = 1 << 14  # values read per tensor to identify its samples
 _FINAL = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # the multipliers of splitmix64 as int64
 
 
 @torch.no_grad()
 def batch_fingerprint(batch: Any) -> Tensor | None:
-    """Return two checksums of the tensors in a batch, ``[2]`` int64 on the device of the first one; None without any.
+    """Return two checksums of a batch, ``[2]`` int64 on the device of its first tensor, or None without tensors.
 
     The first checksum depends on the order of the samples, the second does not. Both are exact integer sums, so they do
     not depend on the order in which the device adds. At most 1024 samples of each tensor are read, with 64 values
-    each, at regular distances. A tensor of a class of its own that cannot be read as a plain one is left out.
+    each, at regular distances. Instances of tensor subclasses that cannot be read as plain tensors are ignored.
 
     Note:
         Does not synchronize the device, and leaves the batch and the random number generators unchanged.
@@ -59,7 +59,7 @@ def batch_fingerprint(batch: Any) -> Tensor | None:
         >>> (one == other).tolist()
         [False, True]
     """
-    # The methods of subclasses may need attributes that a new tensor of theirs does not have.
+    # The methods of a tensor subclass may need attributes that new tensors of this subclass do not have.
     with pause_recording(), without_functions():
         found = None
         for place, (_, tensor) in enumerate(iter_tensors(batch, unknown=ignore_unknown)):
@@ -74,17 +74,17 @@ def batch_fingerprint(batch: Any) -> Tensor | None:
                 if type(tensor) is Tensor:
                     raise
                 continue
-            # The place matters, so that two tensors that are exchanged give another checksum.
+            # Depends on the order of the tensors, so that swapping two tensors changes the checksum.
             found = own if found is None else found * 31 + own.to(found.device)
         return found
 
 
 @torch.no_grad()
 def exact_checksum(tensor: Tensor) -> Tensor:
-    """Return a checksum of all bits of a tensor and their order, int64 without dimensions on its device.
+    """Return a checksum of all bits of a tensor and their order, 0-d int64 on the device of the tensor.
 
     Note:
-        Does not synchronize the device. Needs 64 MB for a large tensor, and reads it once.
+        Does not synchronize the device. Needs 64 MB of memory for a large tensor, and reads the tensor once.
 
     Example:
         >>> zeros = torch.zeros(3)
@@ -97,7 +97,7 @@ def exact_checksum(tensor: Tensor) -> Tensor:
         if part.numel():
             bits = _integers(part.unsqueeze(0)).flatten()
             places = torch.arange(1, 2 * len(bits), 2, dtype=torch.int64, device=flat.device)
-            # Otherwise equal changes of all values could cancel each other.
+            # Without this step, equal changes of all values could cancel each other.
             bits = (bits ^ (bits >> _HALF)) * _MIX
             found = found * 31 + ((bits ^ (bits >> _HALF)) * places).sum()
     return found
@@ -105,13 +105,15 @@ def exact_checksum(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def signed_sums(tensor: Tensor, count: int) -> Tensor:
-    """Return sums of parts of a tensor, with a fixed pseudorandom sign for each value, ``[count]`` float32.
+    """Return sums of the values of a tensor with fixed pseudorandom signs, ``[count]`` float32.
 
-    The root of the sum of their squares is about that of all values, with a standard error of 25 % for eight sums. They
-    are linear, so the same holds for the difference of two tensors. Up to ``count`` values are returned as they are.
+    The L2 norm of the sums estimates the L2 norm of the tensor, with a standard error of 25 % for eight sums. The sums
+    are linear, so their differences estimate the difference of two tensors. Tensors of up to ``count`` values are
+    returned unchanged, padded with zeros.
 
     Note:
-        Does not synchronize the device. Keeps 4 MB of signs, needs 8 MB for a large tensor, and reads it once.
+        Does not synchronize the device. Caches 4 MB of signs, needs 8 MB of memory for a large tensor, and reads the
+        tensor once.
 
     Example:
         >>> signed_sums(torch.tensor([2.0, 3.0]), 3).tolist()
@@ -126,7 +128,7 @@ def signed_sums(tensor: Tensor, count: int) -> Tensor:
         return found
     signs = _signs(flat.device)
     for place, part in enumerate(flat.split((len(signs) // count - 1) * count)):
-        # Each sum has other signs in each part. Otherwise a difference that is the same everywhere would add up.
+        # The signs differ between chunks. With equal signs, a constant difference would accumulate over the chunks.
         own = signs[place % count :][: len(part)] * signs[place % len(signs)]
         found += (
             torch.nn.functional.pad(part * own, (0, -len(part) % count)).view(-1, count).sum(0, dtype=torch.float32)
@@ -143,28 +145,28 @@ def _signs(device: torch.device) -> Tensor:
 def sample_fingerprints(batch: Any, values: int = _MOST_VALUES) -> Tensor | None:
     """Return a 64-bit fingerprint of each sample in a batch, ``[samples]`` int64 on the device of the first tensor.
 
-    A sample is the row of all tensors in the batch together. None if the tensors have different numbers of rows, so
-    that a row is no sample.
+    Sample ``i`` consists of row ``i`` of every tensor in the batch. If the tensors have different numbers of rows, rows
+    are not samples and the result is None.
 
     Args:
         batch: The batch.
-        values: The number of values that are read of each row of a tensor, at regular distances. Fingerprints with
-            different numbers differ.
+        values: The number of values to read from each row of a tensor, at regular distances. Fingerprints computed with
+            different ``values`` cannot be compared.
 
     Note:
-        Does not synchronize the device, and leaves the batch and the random number generators unchanged. The places of
-        the values have pseudorandom factors, so equal fingerprints of different samples are as rare as those of random
-        numbers: among a million samples, one pair in 10⁵ runs.
+        Does not synchronize the device, and leaves the batch and the random number generators unchanged. Values are
+        multiplied by pseudorandom factors that depend on their position, so collisions are as rare as among random
+        64-bit numbers: for a million samples, one colliding pair in 10⁵ runs.
     """
     found = sample_numbers(batch, values)
     return None if found is None else found[0]
 
 
 def sample_numbers(batch: Any, values: int = _MOST_VALUES) -> Tensor | None:
-    """Return two numbers of each sample, ``[2, samples]``: its fingerprint, and that of its inputs alone.
+    """Return two fingerprints of each sample, ``[2, samples]``: of all its tensors, and of its inputs alone.
 
-    The inputs are the tensors with at least four values in each sample. Without any, the second number is 0 to n - 1.
-    See :func:`sample_fingerprints`.
+    The inputs are the tensors with at least four values per sample. If there are no inputs, the second row is 0 to
+    n - 1. See :func:`sample_fingerprints`.
     """
     with pause_recording(), without_functions():
         tensors = _readable(batch)
@@ -174,7 +176,7 @@ def sample_numbers(batch: Any, values: int = _MOST_VALUES) -> Tensor | None:
             return joined
         wide = [place for place, each in enumerate(tensors) if each.numel() >= _WIDE * len(each)]
         arrays = [array for each in tensors if (array := _as_array(each)) is not None]
-        if len(arrays) == len(tensors):  # for few values, numpy takes much less time than torch
+        if len(arrays) == len(tensors):  # for few values, NumPy is much faster than torch
             found = [_rows_of_array(each, values) for each in arrays]
             inputs = _joined([found[place] for place in wide]) if wide else np.arange(len(found[0]))
             return torch.from_numpy(np.stack([_scrambled(_joined(found)), inputs]))
@@ -185,7 +187,7 @@ def sample_numbers(batch: Any, values: int = _MOST_VALUES) -> Tensor | None:
 
 
 def _numbers_of_graphs(batch: Any, values: int) -> Tensor | None:
-    """Return the numbers of the graphs in a batch of PyTorch Geometric, which joins their nodes; None for others."""
+    """Return the fingerprints of the graphs in a PyTorch Geometric batch; None for any other batch."""
     known = {path: tensor for path, tensor in iter_tensors(batch, "", unknown=ignore_unknown) if tensor.dim()}
     place, ends = known.pop(".batch", None), known.pop(".ptr", None)
     if place is None or ends is None or place.dtype != torch.int64:
@@ -204,9 +206,9 @@ def _numbers_of_graphs(batch: Any, values: int) -> Tensor | None:
 
 @torch.no_grad()
 def different_values(batch: Any) -> Tensor | None:
-    """Return the number of different values in the first input of each sample, ``[samples]``; None without an input.
+    """Return the number of distinct values in the first input of each sample, ``[samples]``; None without an input.
 
-    At most 64 values of each sample are read. Samples with few different values may be equal by chance.
+    At most 64 values of each sample are read. Two samples with few distinct values may be equal by chance.
     """
     with pause_recording(), without_functions():
         first = next((each for each in _readable(batch) if each.numel() >= _WIDE * len(each)), None)
@@ -217,12 +219,12 @@ def different_values(batch: Any) -> Tensor | None:
 
 
 def values_of_each(samples: int) -> int:
-    """Return how many values of each sample to read in batches of about this size, so that the time is bounded."""
+    """Return the number of values to read per sample in batches of about this size. It bounds the time per batch."""
     return max(_FEWEST_VALUES, min(_MOST_VALUES, _MOST_OF_BATCH // max(1, samples)))
 
 
 def _readable(batch: Any) -> list[Tensor]:
-    """Return the first plain tensors of a batch that have rows, also inside of objects of an unknown class."""
+    """Return the first plain tensors with rows in a batch, including tensors inside objects of unknown classes."""
     if type(batch) in (list, tuple) and all(type(each) is Tensor for each in batch):
         found = batch
     else:
@@ -241,14 +243,14 @@ def _rows_of_tensor(tensor: Tensor, most: int) -> Tensor:
 def _rows_of_array(array: NDArray[Any], most: int) -> NDArray[np.int64]:
     some = array[_selection(array.shape, len(array), most)]
     values = some.reshape(len(some), -1).astype(np.int64)
-    # The low bits of round floats are zero, and those of a product would be, too.
+    # The low bits of round floats are zero, so the low bits of their products would be zero, too.
     values ^= values >> 4 * array.itemsize
     found: NDArray[np.int64] = values @ _factors(values.shape[1])
     return found
 
 
 def _joined_in_c(tensors: list[Tensor], values: int) -> Tensor | None:
-    """Return the result of :func:`sample_numbers` in a tenth of the time; None if the compiled code is missing."""
+    """Compute :func:`sample_numbers` in compiled code, ten times as fast. Return None if there is no compiled code."""
     join = join_rows()
     if join is None or not all(map(_IS_CPU, tensors)) or not _KINDS.keys() >= set(map(_DTYPE, tensors)):
         return None
@@ -271,7 +273,7 @@ def _joined_in_c(tensors: list[Tensor], values: int) -> Tensor | None:
 
 _IS_CPU, _DTYPE = attrgetter("is_cpu"), attrgetter("dtype")
 _MOST_DIMENSIONS = 64
-_KINDS = {  # of ``read_integer``; the bits of floats
+_KINDS = {  # the kinds of ``read_integer``; floats are read as their bits
     torch.bool: 0,
     torch.uint8: 0,
     torch.int8: 1,
@@ -286,11 +288,11 @@ _KINDS = {  # of ``read_integer``; the bits of floats
 
 
 class _Plan(NamedTuple):
-    """How a tensor is read: the arguments of the compiled function between its first and its scales."""
+    """A description of how to read a tensor: all arguments of the compiled function but the first and the scales."""
 
     arguments: tuple[int, int, int, int, int, int]
     kept: tuple[Any, ...]
-    """The memory that the arguments point to."""
+    """Owns the memory that the arguments point to."""
 
 
 @lru_cache(maxsize=64)
@@ -306,7 +308,7 @@ def _plan(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], values
 
 
 def _joined(rows: list[Any]) -> Any:
-    """Return one number for each row of some tensors."""
+    """Combine the numbers of several tensors into one number per row."""
     found = rows[0]
     for each in rows[1:]:
         found = found * _MIX + each
@@ -314,7 +316,7 @@ def _joined(rows: list[Any]) -> Any:
 
 
 def _scrambled(values: Any) -> Any:
-    """Return numbers that are spread evenly over 64 bits."""
+    """Hash the numbers so that they are spread evenly over 64 bits."""
     for shift, factor in zip((30, 27), _FINAL, strict=True):
         values = (values ^ (values >> shift)) * factor
     return values ^ (values >> _HALF)
@@ -322,13 +324,13 @@ def _scrambled(values: Any) -> Any:
 
 @lru_cache(maxsize=32)
 def _factors(count: int) -> NDArray[np.int64]:
-    """Return a fixed pseudorandom odd number for each place."""
+    """Return fixed pseudorandom odd numbers, one per position."""
     found: NDArray[np.int64] = np.random.default_rng(0x5EED).integers(-(2**63), 2**63, count, dtype=np.int64) | 1
     return found
 
 
 def _is_readable(tensor: Tensor) -> bool:
-    """Return False for a tensor without values in the usual form, such as one that wraps another one."""
+    """Return False for a tensor whose values are not in ordinary memory, such as a wrapper around another tensor."""
     if type(tensor) is not Tensor and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return False
     return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized and tensor.numel() > 0
@@ -339,12 +341,12 @@ def _of_tensor(tensor: Tensor) -> Tensor:
     samples, width = values.shape
     places = torch.arange(max(samples, width), dtype=torch.int64, device=values.device) * 2 + 1
     rows = (values * (places[:width] * _MIX)).sum(1)
-    rows = (rows ^ (rows >> _HALF)) * _MIX  # otherwise sums of rows would be equal for equal sums of values
+    rows = (rows ^ (rows >> _HALF)) * _MIX  # without this, equal sums of values would give equal sums of rows
     return torch.stack([(rows * places[:samples]).sum(), rows.sum()])
 
 
 def _as_array(tensor: Tensor) -> NDArray[Any] | None:
-    """Return a view of a CPU tensor, with the bits of floats as integers; None if there is none."""
+    """Return a NumPy view of a CPU tensor, with the bits of floats as integers; None if a view is impossible."""
     if type(tensor) is not Tensor or not tensor.is_cpu or tensor.is_complex() or tensor.is_neg():
         return None
     tensor = tensor.detach()
@@ -352,7 +354,7 @@ def _as_array(tensor: Tensor) -> NDArray[Any] | None:
 
 
 def _of_array(array: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the checksums like :func:`_of_tensor`. For few values, numpy takes much less time than torch."""
+    """Return the same checksums as :func:`_of_tensor`. For few values, NumPy is much faster than torch."""
     some = array.reshape(1, 1) if not array.ndim else array[_selection(array.shape)]
     values = some.reshape(len(some), -1).astype(np.int64)
     samples, width = values.shape
@@ -368,7 +370,7 @@ def odd_numbers(count: int) -> NDArray[np.int64]:
 
 
 def _some(tensor: Tensor) -> Tensor:
-    """Return a regular selection of the samples and of their values."""
+    """Return samples and values of a tensor at regular distances."""
     if not tensor.dim():
         return tensor.reshape(1, 1)
     return tensor[_selection(tensor.shape)]

@@ -1,4 +1,4 @@
-"""A recorder of parameters, their gradients, their updates and their optimizer states."""
+"""A recorder of parameters, gradients, parameter updates and optimizer states."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from lightning_recorder.taps import ParameterGradientTap, Site
 __all__ = ["EVERY_PARAMETER_PART", "PARAMETER_PARTS", "OptimizerRecorder", "with_update_ratios"]
 
 PARAMETER_PARTS = ("values", "gradients", "updates", "moments", "buffers")
-"""The tensors of a parameter, and of the module that has it, that are recorded by default."""
+"""The tensors of a parameter and of its module that are recorded by default."""
 
 EVERY_PARAMETER_PART = (*PARAMETER_PARTS, "batch_gradients")
-"""All tensors that can be recorded."""
+"""All tensors of a parameter and of its module that can be recorded."""
 
 _BATCH_GRADIENT, _BATCH_GRADIENTS = ".batch_grad", "batch_gradients"
 _UPDATE = ".update"
 _COUNTERS = ("step", "eta", "mu", "mu_product")  # 0-d states of torch's optimizers for parameters of any shape
-_SETTINGS = {"lr": "learning_rate", "weight_decay": "weight_decay"}  # those that a parameter's own site has
+_SETTINGS = {"lr": "learning_rate", "weight_decay": "weight_decay"}  # settings recorded at the site of a parameter
 
 
 class _Parameter(NamedTuple):
     site: Site
     tensor: Tensor
     counts: bool
-    """True if this rank's part is not a copy of another rank's part."""
+    """True if this rank's shard is not a copy of another rank's shard."""
 
 
 class _Step(NamedTuple):
@@ -63,29 +63,34 @@ class _Step(NamedTuple):
 class OptimizerRecorder(BaseStatisticsRecorder):
     """Record statistics of the parameters of modules at optimizer steps, usable as a context manager.
 
-    The sites of a module's parameter ``weight`` are ``weight``, the values before the step; ``weight.grad``, the
-    gradient used by the step; ``weight.update``, the change of the values by the step, at least in float32; and
-    ``weight.exp_avg`` and similar, the optimizer states after the step that have the shape of the parameter, except for
-    counters such as ``step`` of a parameter without dimensions. ``running_mean`` and ``running_var`` are those of a
-    normalization layer whose parameters the optimizer has, at the time of the step. ``weight.batch_grad``, on request,
-    is the gradient of each backward pass on each rank, before it is accumulated and reduced; it has no ``extra``.
-    :func:`with_update_ratios` adds ``update_ratio`` to the statistics of ``weight``: ``rms(update) / rms(values)``,
-    over the recorded steps. :meth:`settings` has the learning rate and the weight decay of each parameter, and
-    :meth:`about` all numeric settings of the parameter groups.
+    The sites of a module's parameter ``weight`` are:
 
-    A parameter that several modules share is recorded for the first. A frozen parameter, or one that no
-    recorded step updates, has no record.
+    - ``weight``: the values before the step;
+    - ``weight.grad``: the gradient used by the step;
+    - ``weight.update``: the change of the values by the step, at least in float32;
+    - ``weight.exp_avg`` and similar: the optimizer states after the step that have the shape of the parameter. Counters
+      are excluded, such as the ``step`` of a 0-d parameter;
+    - ``weight.batch_grad``, on request: the gradient of each backward pass on each rank, before accumulation and
+      reduction, without ``extra`` reductions.
+
+    The sites ``running_mean`` and ``running_var`` are recorded at the step for normalization layers whose parameters
+    are in the optimizer. :func:`with_update_ratios` adds ``update_ratio`` to the statistics of ``weight``:
+    ``rms(update) / rms(values)``, over the recorded steps. :meth:`settings` returns the learning rate and the weight
+    decay of each parameter. :meth:`about` returns all numeric settings of the parameter groups.
+
+    A parameter that several modules share is recorded for the first of them. Frozen parameters, and parameters that no
+    recorded step updates, are not recorded.
 
     Args:
         modules: The modules by name. Each module's own parameters are recorded, without those of its children.
         optimizers: The optimizers whose steps are recorded while this recorder is attached. For other optimizers, and
             if a closure computes the gradients inside the step, call :meth:`before_step`.
-        parts: Some of ``"values"``, ``"gradients"``, ``"updates"``, ``"moments"``, ``"buffers"``, the running
-            statistics, and ``"batch_gradients"``.
+        parts: The tensors to record: some of ``"values"``, ``"gradients"``, ``"updates"``, ``"moments"``, ``"buffers"``
+            (the running statistics) and ``"batch_gradients"``.
         extra: See :class:`~lightning_recorder.StatisticsRecorder`.
         sample: See :class:`~lightning_recorder.StatisticsRecorder`.
         quantiles: See :class:`~lightning_recorder.StatisticsRecorder`.
-        strict: Raise errors instead of warning once and no longer recording the failed module.
+        strict: Raise errors instead of warning once and ignoring the failed module.
 
     Raises:
         ArgumentError: If an argument is invalid.
@@ -93,8 +98,8 @@ class OptimizerRecorder(BaseStatisticsRecorder):
 
     Note:
         Updates need a copy of the optimizer's recorded parameters during a recorded step. For a parameter that is
-        sharded across ranks, each rank records its shard. A replicated parameter counts on rank zero only when ranks
-        are merged.
+        sharded across ranks, each rank records its shard. When ranks are merged, only rank zero's copy of a replicated
+        parameter counts.
 
     Example:
         >>> net = nn.Linear(2, 1, bias=False)
@@ -135,21 +140,21 @@ class OptimizerRecorder(BaseStatisticsRecorder):
         self._handles: list[RemovableHandle] = []
         self._hooked: list[Optimizer] = []  # the optimizers with a post-step hook
         self._steps: list[_Step] = []
-        self._kept: dict[int, Tensor] = {}  # values before a step of which no hook tells
+        self._kept: dict[int, Tensor] = {}  # values before a step that calls no hooks
         self._failed: set[str] = set()
         self._groups: dict[int, list[dict[str, Any]]] = {}  # by the id of the optimizer
-        self._earlier_groups: list[dict[str, Any]] = []  # those before a resume, until an optimizer steps
+        self._earlier_groups: list[dict[str, Any]] = []  # groups from before a resume, used until an optimizer steps
         self._settings: dict[Site, dict[str, float]] = {}
         self.facts: dict[str, Any] = {}
         """Facts about the fit, such as how gradients are clipped, which :meth:`about` includes."""
         self.root: nn.Module | None = None
-        """The model; a module that is no longer part of it is not recorded. By default, every module is."""
+        """The model, or None. If set, modules that are no longer part of the model are not recorded."""
         self.trained: list[Tensor] = []
-        """The parameters that optimizers have, if that is known, to which the gradients of batches are limited."""
+        """The parameters of the optimizers, if known. Batch gradients are recorded for these parameters only."""
         self.batch_factor = 1.0
-        """The factor that turns the gradient of a backward pass into that of the loss of its batch."""
+        """The factor that converts the gradient of a backward pass to the gradient of the loss of its batch."""
         self.batches = 1
-        """The number of batches of all ranks over whose losses a step takes the mean."""
+        """The number of batches per step over all ranks. A step uses the mean of their losses."""
         self._batch_size = 0
         self._batch_tap: ParameterGradientTap | None = None
         self._batch_parameters: dict[Site, Tensor] = {}
@@ -198,9 +203,9 @@ class OptimizerRecorder(BaseStatisticsRecorder):
     def about(self) -> dict[str, Any]:
         """Return ``groups``, the numeric settings of each parameter group at its latest recorded step.
 
-        Each group also has the class of its ``optimizer`` and the number of its ``parameters``, as tensors. With
-        ``"batch_gradients"``, ``batches`` is the number of batches of a step, and ``batch_size`` the number of samples
-        of the latest one, or 0 if it is unknown.
+        Each group also has ``optimizer``, the class of its optimizer, and ``parameters``, its number of parameter
+        tensors. With ``"batch_gradients"``, ``batches`` is the number of batches per step, and ``batch_size`` is the
+        number of samples of the latest batch, or 0 if unknown.
         """
         groups = [group for each in self._groups.values() for group in each] or self._earlier_groups
         batches = {"batches": self.batches, "batch_size": self._batch_size} if self._batch_tap is not None else {}
@@ -251,10 +256,10 @@ class OptimizerRecorder(BaseStatisticsRecorder):
 
     def _add_batch_gradient(self, site: Site, tensor: Tensor) -> None:
         parameter = self._batch_parameters.get(site)
-        if parameter is not None and adds_to(parameter):  # a gradient penalty computes others
+        if parameter is not None and adds_to(parameter):  # not a gradient that torch.autograd.grad returns
             with self.states.times["noise_scale"]:
                 own = Site(site.name, site.path + _BATCH_GRADIENT)
-                # An extra reduction would take its time for each batch again.
+                # No extra reductions, because they would take their time for each batch.
                 self.states.add(own, tensor, self.batch_factor, extra=False)
 
     @override
@@ -263,8 +268,8 @@ class OptimizerRecorder(BaseStatisticsRecorder):
 
     @override
     def remove(self) -> None:
-        # A step in progress is completed first: the optimizer may have no hooks. Nothing says when one that is none of
-        # torch has stepped.
+        # Complete a step in progress first, because the optimizer may have no hooks. The end of a step is unknown for
+        # optimizers that are not subclasses of torch's.
         for step in list(self._steps):
             if isinstance(step.optimizer, Optimizer):
                 self._after(step)
@@ -280,7 +285,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
     def keep_values(self) -> None:
         """Keep the values of the trained parameters until :meth:`before_step`, which is then called after the step.
 
-        For a step of which no hook tells, such as one of an optimizer that is none of torch.
+        Call this for steps without hooks, such as those of an optimizer that is not a ``torch.optim.Optimizer``.
         """
         if self._attached and not self._kept and {"values", "updates"}.intersection(self.parts):
             with pause_recording(), self._stopwatch or nullcontext():
@@ -295,7 +300,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
         warn(f"updates of parameters are not recorded, because a copy is too large: {describe_error(error)}")
 
     def before_step(self, optimizer: Optimizer, factor: float = 1.0) -> None:
-        """Record the tensors before a step, and record its updates when it has ended.
+        """Record the tensors before a step, and arrange to record the updates after the step.
 
         A no-op during a step of the same optimizer, for example in the closure of LBFGS.
 
@@ -310,7 +315,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
             self._note_settings(optimizer, parameters)
             for each in self._running_statistics(parameters):
                 self._add(each, "", each.tensor, wanted="buffers")
-            # If the optimizer has hooks, this runs before its step, so the tensors still have the values to record.
+            # If the optimizer has hooks, this runs before its step, while the parameters still have the old values.
             kept = {} if hasattr(optimizer, "register_step_post_hook") else self._kept
             self._kept = {}
             for each in parameters:
@@ -330,8 +335,8 @@ class OptimizerRecorder(BaseStatisticsRecorder):
                 self._give_up_updates(error)
         after = getattr(optimizer, "register_step_post_hook", None)
         if after is not None and not any(each is optimizer for each in self._hooked):
-            # Kept until remove(), because torch iterates over the optimizer's hooks while it calls this one.
-            with suppress(AttributeError):  # a class that does not call ``Optimizer.__init__`` has no table of hooks
+            # Removed only in remove(), because torch iterates over the optimizer's hooks while it calls this hook.
+            with suppress(AttributeError):  # a class that does not call ``Optimizer.__init__`` has no hooks
                 self._handles.append(after(partial(_after, self)))
                 self._hooked.append(optimizer)
         self._steps.append(_Step(optimizer, parameters, before))
@@ -348,7 +353,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
         with pause_recording(), self._stopwatch or nullcontext():
             for each, before in zip(step.parameters, step.before, strict=True):
                 if before is not None:
-                    # A difference of numbers in half precision has more digits than they do.
+                    # The difference of two half-precision numbers may need more digits than half precision has.
                     before = before.to(torch.promote_types(before.dtype, torch.float32))
                     self._add(each, _UPDATE, each.tensor.detach() - before, wanted="updates")
                 for name, kept in self._moments(step.optimizer, each.tensor):
@@ -371,7 +376,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
     def _running_statistics(self, parameters: list[_Parameter]) -> list[_Parameter]:
         """Return the running statistics of the modules that have the parameters, on the first rank.
 
-        DDP keeps those of the first rank: it sends them to the other ranks before each forward.
+        DDP keeps the buffers of the first rank: it broadcasts them to the other ranks before each forward pass.
         """
         found = []
         for name in dict.fromkeys(each.site.name for each in parameters if "buffers" in self.parts):
@@ -422,10 +427,10 @@ class OptimizerRecorder(BaseStatisticsRecorder):
         site = Site(name, path + suffix)
         if not parameter.counts:
             if _is_sharded(parameter.tensor):
-                return  # a copy of one shard would be compared with the merged others
+                return  # a copy of one shard would be compared with the merge of all other shards
             self._replicated.add(site)
         try:
-            # The fast path needs no detached tensor, and nothing that add() does before it tries the same.
+            # Try the fast path before detaching the tensor and calling add(), because it needs neither.
             if type(tensor) not in PLAIN_TYPES or not self.states.try_fast_path(site, tensor, factor):
                 self.states.add(site, tensor.detach(), factor)
         except Exception as error:
@@ -437,7 +442,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numeric settings of a parameter group. A tensor is read on the CPU only, to not wait for a device."""
+    """Return the numeric settings of a parameter group. Tensors on a GPU are left out, because reading them waits."""
     found: dict[str, Any] = {}
     for key, value in group.items():
         if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
@@ -450,11 +455,11 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_own_part(tensor: Tensor) -> bool:
-    """Return True if this rank's part of a tensor is not merely a copy of another rank's part.
+    """Return True if this rank's shard of a tensor counts, and is not a copy of another rank's shard.
 
     A plain tensor is the same on every rank and counts on rank zero. For a ``DTensor``, each rank has a shard. If
-    shards are replicated, also along dimensions of the whole mesh that the tensor's part of it lacks, the first of the
-    ranks with the same shard counts.
+    several ranks have the same shard, the first of these ranks counts. Shards may also be replicated along dimensions
+    of the whole device mesh that are missing in the submesh of the tensor.
     """
     mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
     if mesh is None or placements is None:
@@ -463,7 +468,7 @@ def is_own_part(tensor: Tensor) -> bool:
     place: Sequence[int] | None = mesh.get_coordinate()
     if place is None:
         return False
-    # The shards of FSDP2 with tensor parallelism are of a class of their own, for which is_shard() is False.
+    # FSDP2 with tensor parallelism has a separate placement class, for which is_shard() is False.
     is_first = all(index == 0 for index, each in zip(place, placements, strict=True) if each.is_replicate())
     return is_first and _is_first_mesh(mesh)
 
@@ -473,9 +478,9 @@ def _is_sharded(tensor: Tensor) -> bool:
 
 
 def _is_first_mesh(mesh: Any) -> bool:
-    """Return True if this rank is the first one in the dimensions of the whole mesh that a part of the mesh lacks.
+    """Return True if this rank is the first one in those dimensions of the root mesh that a submesh lacks.
 
-    The whole mesh has no public name. Fallback: the part counts as the whole.
+    There is no public API for the root mesh. Fallback: treat the submesh as the root mesh.
     """
     try:
         whole = mesh._get_root_mesh()
@@ -488,7 +493,7 @@ def _is_first_mesh(mesh: Any) -> bool:
 
 
 def with_update_ratios(found: Table) -> Table:
-    """Return the statistics with ``update_ratio``, ``rms(update) / rms(values)``, at the sites that have an update."""
+    """Add ``update_ratio``, ``rms(update) / rms(values)``, to the statistics of the parameters that have an update."""
     updates = [found.rows.get(Site(site.name, site.path + _UPDATE), -1) for site in found.sites]
     has = np.array(updates, dtype=np.int64) >= 0
     if not has.any():
@@ -499,10 +504,10 @@ def with_update_ratios(found: Table) -> Table:
         return found.with_column("update_ratio", change / weight, has)
 
 
-# Functions rather than methods, so that pickling an optimizer in the middle of a step does not pickle the recorder.
+# Not methods, so that pickling an optimizer in the middle of a step does not pickle the recorder.
 def _before(recorder: OptimizerRecorder, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is None:  # a closure computes the gradients later
+    if closure is None:  # with a closure, the gradients are not computed yet
         recorder.before_step(optimizer)
 
 

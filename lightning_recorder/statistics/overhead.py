@@ -53,7 +53,7 @@ class OverheadLimit:
         self._steps_ms += step_ms
 
     def add_recorded(self, steps: int, steps_ms: float, spent_ms: float) -> None:
-        """Add the time of recorded steps and the part of it that recording took, in milliseconds."""
+        """Add the total time of recorded steps and the recording time within it, in milliseconds."""
         if self._is_first:
             self._is_first = False
             return
@@ -63,7 +63,7 @@ class OverheadLimit:
         self._steps_ms += max(0.0, steps_ms - spent_ms)
 
     def interval(self, now: int) -> int:
-        """Return the interval to use from now on, in steps. It is never smaller than the current interval."""
+        """Return the interval to use from now on, in steps. The interval never shrinks."""
         if not self._recorded:
             return now
         step_ms = max(self._steps_ms / self._steps, _LEAST_MS)
@@ -72,7 +72,7 @@ class OverheadLimit:
 
 
 class StepTiming:
-    """Measure the time of the steps of a run and the part of it that recording takes."""
+    """Measure the step times of a run and how much of them recording takes."""
 
     def __init__(self, device: Device, clock: Callable[[], float], limit: OverheadLimit | None = None) -> None:
         self.stopwatch = Stopwatch(device, clock=clock)
@@ -122,12 +122,12 @@ class StepTiming:
 
     @contextmanager
     def delivery(self) -> Iterator[None]:
-        """Measure the delivery of a record, which counts for the next one."""
+        """Measure the delivery of a record. The time is added to that of the next record."""
         began = self._clock()
         with self.stopwatch:
             yield
         self._recorded_ms += 1000 * (self._clock() - began)
 
     def interval(self, now: int) -> int:
-        """Return the interval to use from now on, in steps. It is never smaller than the current interval."""
+        """Return the interval to use from now on, in steps. The interval never shrinks."""
         return now if self.limit is None else self.limit.interval(now)

@@ -1,4 +1,4 @@
-"""The states of one or several ranks as one message, and the merging of two of them."""
+"""Packing the states of one or more ranks into one message, and merging two sets of states."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["Contribution", "Decoder", "Encoder", "Key"]
 Key = tuple[int, Site]
 """The index of the reduction and the site."""
 
-# The flags of a site: a state that counts, and a copy of another rank's state.
+# The flags of a site: its state is merged, or its state is a copy of another rank's state.
 _COUNTS, _COPY = 1, 2
 _ALIGNMENT = 8  # bytes
 
 
 class _Kind(NamedTuple):
-    """The sites with the same reduction."""
+    """The states of all sites with the same reduction."""
 
     bank: int
     described: str
@@ -36,11 +36,11 @@ class _Kind(NamedTuple):
     """The reduction without a state, or None if it cannot be sent to this rank."""
     sites: tuple[Site, ...]
     flags: Tensor
-    """The flags of each site over the ranks, uint8 of shape ``[sites]``."""
+    """The flags of each site, combined over the ranks; uint8 of shape ``[sites]``."""
     states: Tensor
-    """The merged states, float64 of shape ``[sites, width]``. Those of the lowest rank if no rank counts."""
+    """The merged states, float64 of shape ``[sites, width]``. If all are copies, the state of the lowest rank."""
     means: Tensor
-    """The smallest and the largest mean of any rank, float64 of shape ``[2, sites]``; NaN if unknown."""
+    """The smallest and the largest per-rank mean, float64 of shape ``[2, sites]``; NaN if unknown."""
     diverged: Tensor
     """True for sites whose copies differ, bool of shape ``[sites]``."""
 
@@ -51,11 +51,11 @@ class Contribution:
 
     Args:
         kinds: The states by the index and the text of their reduction.
-        absent: The ranks whose recorder has failed, or which cannot be reached.
-        left_out: The sites at which a reduction is skipped on some rank.
+        absent: The ranks without states, because their recorder has failed or because they cannot be reached.
+        left_out: The sites at which a reduction is skipped on any rank.
         refused: The sites whose states cannot be merged, with the reason.
         values: A pickled object of each rank.
-        error: The error on this rank while it packed its states.
+        error: The error that this rank raised when it packed its states.
     """
 
     kinds: dict[tuple[int, str], _Kind] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Contribution:
     def of(
         cls, snapshot: Snapshot | None, rank: int, *, copies: Collection[Site] = (), value: object = None
     ) -> Contribution:
-        """Return the states of one rank. If they cannot be packed, the rank counts as failed."""
+        """Return the contribution of one rank. If its states cannot be packed, the rank counts as absent."""
         if snapshot is None:
             return cls(absent=(rank,))
         try:
@@ -79,7 +79,7 @@ class Contribution:
                     found._add(_kind(bank, group, copies))
             skipped = enumerate(snapshot.left_out)
             found.left_out = frozenset((bank, site) for bank, sites in skipped for site in sites)
-        except Exception as error:  # noqa: BLE001 - the other ranks must not wait; the caller reports it
+        except Exception as error:  # noqa: BLE001 - the caller reports the error; other ranks must not wait
             return cls(absent=(rank,), error=error)
         return found
 
@@ -89,7 +89,7 @@ class Contribution:
         return not self.kinds
 
     def merge(self, other: Contribution) -> None:
-        """Merge the states of higher ranks into these."""
+        """Merge the contribution of higher ranks into this one, in place."""
         self.absent += other.absent
         self.left_out |= other.left_out
         self.values |= other.values
@@ -118,7 +118,7 @@ class Contribution:
             }
 
     def snapshot(self, own: Snapshot | None, refused: Collection[Key] = ()) -> Snapshot | None:
-        """Return the states in the format of the first rank's own.
+        """Return the merged states as a snapshot in the format of the first rank.
 
         Args:
             own: The states of the first rank, or None if its recorder has failed.
@@ -178,7 +178,7 @@ def _kind(bank: int, group: Collected[Site], copies: Collection[Site]) -> _Kind:
 
 
 def _merged(one: _Kind, other: _Kind) -> _Kind:
-    """Merge two kinds with the same reduction; ``one`` is of lower ranks."""
+    """Merge the states of two sets of ranks for the same reduction. The ranks of ``one`` are lower."""
     if one.sites != other.sites:
         sites = tuple(dict.fromkeys((*one.sites, *other.sites)))
         one, other = _spread(one, sites), _spread(other, sites)
@@ -207,7 +207,7 @@ def _merged(one: _Kind, other: _Kind) -> _Kind:
 
 
 def _spread(kind: _Kind, sites: tuple[Site, ...]) -> _Kind:
-    """Return a kind with further sites that have no state."""
+    """Return the states spread to more sites. The additional sites have no state."""
     places = {site: place for place, site in enumerate(sites)}
     rows = torch.tensor([places[site] for site in kind.sites], dtype=torch.long, device="cpu")
     flags = torch.zeros(len(sites), dtype=torch.uint8, device="cpu")
@@ -219,7 +219,7 @@ def _spread(kind: _Kind, sites: tuple[Site, ...]) -> _Kind:
 
 
 class _Shape(NamedTuple):
-    """The part that two messages of a rank usually have in common."""
+    """The description of a kind, which rarely changes between two messages of a rank."""
 
     bank: int
     described: str
@@ -229,10 +229,10 @@ class _Shape(NamedTuple):
 
 
 class Encoder:
-    """Turns contributions into messages for one receiver, which decodes them in the same order.
+    """Encodes contributions as messages for one receiver, which must decode them in the same order.
 
-    The description of the sites is sent only if it has changed. Most slots of a state are usually zero, such as the
-    bins of a histogram, so the indices and values of the others are sent if that is shorter.
+    The description of the sites is sent only if it has changed. Most slots of a state, such as the bins of a histogram,
+    are usually zero. Only the indices and values of the nonzero slots are sent if that is shorter.
     """
 
     def __init__(self) -> None:
@@ -240,7 +240,7 @@ class Encoder:
         self._pickled: dict[str, bytes | None] = {}
 
     def encode(self, scope: str, contribution: Contribution) -> bytearray:
-        """Return the message that carries states to rank 0."""
+        """Return the contribution as a message."""
         kinds = list(contribution.kinds.values())
         shapes = pickle.dumps([self._shape(kind) for kind in kinds])
         is_known = self._known.get(scope) == shapes
@@ -265,24 +265,24 @@ class Encoder:
         if kind.described not in self._pickled:
             try:
                 self._pickled[kind.described] = pickle.dumps(kind.reduction)
-            except Exception:  # noqa: BLE001 - a local class cannot be pickled, and its parts may raise anything
+            except Exception:  # noqa: BLE001 - a local class cannot be pickled, and an attribute may raise anything
                 self._pickled[kind.described] = None
         return _Shape(kind.bank, kind.described, self._pickled[kind.described], kind.states.shape[1], kind.sites)
 
 
 class Decoder:
-    """Turns the messages of one sender into contributions."""
+    """Decodes the messages of one sender."""
 
     def __init__(self) -> None:
         self._known: dict[str, list[_Shape]] = {}
 
     def decode(self, scope: str, message: bytearray, own: Contribution) -> Contribution:
-        """Return the contribution of a message.
+        """Return the contribution in a message.
 
         Args:
-            scope: The name that the sender has used.
+            scope: The scope that the sender passed to :meth:`Encoder.encode`.
             message: The message.
-            own: The states of this rank. A reduction that cannot be pickled is that of this rank.
+            own: The states of this rank. Its reductions replace those that the sender could not pickle.
         """
         end = 8 + int.from_bytes(message[:8], "little")
         about = pickle.loads(message[8:end])
@@ -325,9 +325,9 @@ class _Reader:
 
 
 def _thinned(states: Tensor) -> list[Tensor]:
-    """Return the indices, int32, and the values that are not zero; no indices and all values if that is shorter."""
+    """Return the int32 indices and the values of the nonzero slots; no indices and all values if that is shorter."""
     values = states.flatten()
-    places = values.view(torch.int64).nonzero().flatten()  # as integers, so that -0.0 is kept
+    places = values.view(torch.int64).nonzero().flatten()  # compared as integers, so that -0.0 is kept
     if len(places) and 3 * len(places) < 2 * len(values) < 1 << 32:
         return [places.int(), values[places]]
     return [torch.zeros(0, dtype=torch.int32, device="cpu"), values]

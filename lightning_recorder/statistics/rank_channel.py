@@ -1,4 +1,4 @@
-"""A background thread that merges the states of all ranks on the first one, in a tree."""
+"""A background thread that merges the states of all ranks on rank zero, along a tree of ranks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from lightning_recorder.statistics.packing import Contribution, Decoder, Encoder
 __all__ = ["RankChannel"]
 
 _TAG = 71
-_MOST_PENDING = 4  # merges; each holds a copy of the states
+_MOST_PENDING = 4  # maximum number of pending merges, each of which holds a copy of the states
 WAIT_S = 1800.0
-"""The longest time that a background thread waits for another rank, the default of ``torch.distributed``."""
-_END_S = 300.0  # the longest time that a training thread waits for merges at the end of a run
-_BACKLOG_S = 60.0  # if too many merges are pending; the training of the ranks is hardly ever so far apart
-_GRACE_S = 2.0  # for merges that are under way when a run is interrupted
+"""The timeout of a background thread that waits for another rank: the default of ``torch.distributed``."""
+_END_S = 300.0  # timeout of a training thread that waits for merges at the end of a run
+_BACKLOG_S = 60.0  # timeout if too many merges are pending; ranks rarely drift so far apart
+_GRACE_S = 2.0  # timeout for merges in progress when a run is interrupted
 
 
 class _Job(NamedTuple):
@@ -39,18 +39,18 @@ class _Job(NamedTuple):
 
 
 class RankChannel:
-    """Merges the states of all ranks in the background, and gives the result to the first rank.
+    """Merges the states of all ranks in the background, and returns the result on rank zero.
 
-    Each rank receives messages from up to log2(N) others, merges their states with its own in the order of the ranks,
-    and sends the result to one rank. A message is about as long as the states of one rank, whatever it merges.
-    The ranks have a gloo process group of their own, so nothing interferes with the collectives of the training.
+    Each rank receives messages from up to log2(N) other ranks, merges their states with its own states in rank order,
+    and sends the result to one rank. A message is about as long as the states of one rank, even if it merges several.
+    The channel has its own gloo process group, so that it does not interfere with the collectives of the training.
 
     The training thread only appends to a queue. Every rank must submit the same merges in the same order. If a rank
-    cannot be reached, the others continue without it and without those whose states it would have sent. If a rank
+    cannot be reached, the merge continues without this rank and without the ranks below it in the tree. If a rank
     cannot send, it closes the channel on its side.
 
     Args:
-        group: The process group, with all ranks and the backend gloo.
+        group: A process group of all ranks with the gloo backend.
     """
 
     current: RankChannel | None = None
@@ -61,13 +61,13 @@ class RankChannel:
         self.group = group
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.is_open = True
-        """False if this rank can no longer send, or has stopped to wait."""
+        """False if this rank can no longer send, or no longer waits for merges."""
         self.users = 0
         """The number of exchanges that use the channel."""
         self.sent_bytes = self.received_bytes = 0
         RankChannel._opened += 1
         self.serial = RankChannel._opened
-        """The number of the channel in this process. It is the same on all ranks."""
+        """The number of channels opened in this process so far, which identifies the channel. The same on all ranks."""
         self.parent, self.children = _tree(self.rank, self.ranks)
         self._lost: set[int] = set()
         self._encoder, self._decoders = Encoder(), {child: Decoder() for child in self.children}
@@ -84,10 +84,10 @@ class RankChannel:
         """Create a process group and open a channel. A collective: every rank must call it.
 
         Raises:
-            RuntimeError: If the ranks cannot be connected; then on all ranks.
+            RuntimeError: On all ranks, if the ranks cannot be connected.
         """
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_S))
-        dist.barrier(group)  # if one rank closed the group at once, the others could not connect
+        dist.barrier(group)  # a rank must not close the group before the other ranks have connected
         channel = cls(group)
         RankChannel.current = channel
         return channel
@@ -112,7 +112,7 @@ class RankChannel:
         return result
 
     def wait(self, timeout_s: float = _END_S) -> None:
-        """Wait until all submitted merges are done. Give up after a time."""
+        """Wait until all submitted merges are done. After the timeout, close the channel."""
         with self._lock:
             last = self._pending[-1].result if self._pending else None
         if last is None:
@@ -123,10 +123,10 @@ class RankChannel:
             self.give_up(error)
 
     def close(self, *, interrupted: bool = False) -> None:
-        """End the use of the channel by one exchange. The last one closes it.
+        """End the use of the channel by one exchange. The last exchange closes the channel.
 
         Args:
-            interrupted: True if the other ranks may submit no more merges. Then wait for a short time only.
+            interrupted: Wait for a short time only, because the other ranks may submit no more merges.
         """
         if interrupted:
             self.wait(_GRACE_S)
@@ -159,13 +159,13 @@ class RankChannel:
             while (job := self._jobs.get()) is not None:
                 try:
                     merged = self._merge(job)
-                except Exception as error:  # noqa: BLE001 - of a connection, or of a reduction of the user
+                except Exception as error:  # noqa: BLE001 - from the connection, or from a reduction of the user
                     self.give_up(error)
                     _fail(job.result, error)
                     return
                 with self._lock:
                     self._pending = [each for each in self._pending if each is not job]
-                with suppress(InvalidStateError):  # given up
+                with suppress(InvalidStateError):  # give_up() has failed the job
                     job.result.set_result(merged)
                 self._free.release()
 
@@ -174,7 +174,7 @@ class RankChannel:
         for child in self.children:
             states = None if child in self._lost else self._receive(child, job, merged)
             if states is None:
-                # The ranks whose states the child would have sent.
+                # The child and the ranks below it in the tree.
                 merged.absent += tuple(range(child, min(2 * child - self.rank, self.ranks)))
             else:
                 merged.merge(states)
@@ -200,15 +200,15 @@ class RankChannel:
             self._lost.add(child)
             return None
         if (number, fingerprint) != (job.number, _fingerprint(job.scope)):
-            return None  # a rank that has submitted another merge
+            return None  # the child has submitted another merge
         try:
             return self._decoders[child].decode(job.scope, message, own)
-        except Exception:  # noqa: BLE001 - unpickling a reduction may raise anything; its other messages may be fine
+        except Exception:  # noqa: BLE001 - unpickling a reduction may raise anything; later messages may be readable
             return None
 
 
 def _tree(rank: int, ranks: int) -> tuple[int | None, list[int]]:
-    """Return the rank that receives the states of a rank, and the ranks that it receives from, in ascending order.
+    """Return the parent and the children of a rank in the merge tree. Children send their states to their parent.
 
     Example:
         >>> [_tree(rank, 6) for rank in range(6)]
@@ -230,5 +230,5 @@ def _fingerprint(scope: str) -> int:
 
 
 def _fail(result: Future[Contribution], error: Exception) -> None:
-    with suppress(InvalidStateError):  # done
+    with suppress(InvalidStateError):  # the job is done
         result.set_exception(error)

@@ -33,10 +33,11 @@ class Merged:
     """The result of a merge.
 
     Args:
-        snapshot: The merged states of all ranks, on the CPU; ``None`` on the other ranks, and if nothing was recorded.
-        absent: The ranks whose recorder has failed, or which could not be reached.
+        snapshot: On rank zero, the merged states of all ranks on the CPU, or ``None`` if nothing was recorded. ``None``
+            on the other ranks.
+        absent: The ranks without states, because their recorder has failed or because they could not be reached.
         ranks: The number of merged ranks.
-        values: The pickled objects of the ranks by rank; on the first rank.
+        values: On rank zero, the pickled objects of the ranks in rank order.
     """
 
     snapshot: Snapshot | None
@@ -52,7 +53,7 @@ class PendingMerge:
         exchange: The exchange.
         scope: The origin of the states.
         own: The states of this rank.
-        result: The states that the channel merges.
+        result: A future of the merged states.
     """
 
     def __init__(self, exchange: Exchange, scope: str, own: Snapshot | None, result: Future[Contribution]) -> None:
@@ -65,12 +66,12 @@ class PendingMerge:
 
     @property
     def error(self) -> Exception | None:
-        """The error that kept the states of this rank out of a merge that is done."""
+        """The error that kept the states of this rank out of the merge; None until the merge is done."""
         is_merged = self._future.done() and self._future.exception() is None
         return self._future.result().error if is_merged else None
 
     def result(self) -> Merged:
-        """Wait for the merge, and return it. If it fails, the first rank has its own states."""
+        """Wait for the merge and return its result. If the merge fails, return rank zero's own states on rank zero."""
         exchange = self._exchange
         try:
             merged = self._future.result(timeout=WAIT_S)
@@ -90,8 +91,8 @@ class Exchange:
     """Merge the states of all ranks on rank zero, in the background.
 
     All exchanges of a process use one :class:`~lightning_recorder.statistics.rank_channel.RankChannel`. Every rank must
-    call the same methods in the same order, even if its recorder has failed; it then sends no states. A module may run
-    on only one rank. If this rank can no longer communicate, :attr:`is_open` becomes False.
+    call the same methods in the same order. A rank whose recorder has failed calls them without states. A module may
+    run on one rank only. If this rank can no longer communicate, :attr:`is_open` becomes False.
 
     Args:
         device: The device of the model's tensors, for collectives of the training's process group.
@@ -114,18 +115,18 @@ class Exchange:
 
     @property
     def is_open(self) -> bool:
-        """True if the ranks have agreed to merge, and this one can communicate."""
+        """True if the ranks have agreed to merge, and this rank can still communicate."""
         return self._channel is not None and self._channel.is_open
 
     def agree(self, ready: bool, description: str) -> str:
-        """Find out if all ranks record, and with the same settings. If so, open the channel. A collective.
+        """Open the channel if all ranks record with the same settings. A collective.
 
         Args:
             ready: True if this rank records.
             description: A description of what this rank records.
 
         Returns:
-            The reason for not merging the ranks, or an empty string.
+            The reason why the ranks are not merged, or an empty string if they are.
         """
         self.close()
         digest = float(zlib.crc32(description.encode()))
@@ -138,7 +139,7 @@ class Exchange:
             return f"rank {', '.join(map(str, absent))} does not record"
         if bool((answers[:, :2] != answers[0, :2]).any()):
             return "the ranks record different modules, or with different settings"
-        # All ranks decide in the same way, because opening is a collective.
+        # Opening is a collective, so all ranks must make the same decision.
         is_shared = serial > 0 and bool((answers[:, 2] == serial).all())
         try:
             channel = current if current is not None and is_shared else RankChannel.open()
@@ -155,9 +156,9 @@ class Exchange:
 
         Args:
             snapshot: The states of this rank on the CPU, or ``None`` if its recorder has failed.
-            copies: The sites that are copies of another rank's. They are not counted.
+            copies: The sites whose states are copies of another rank's states. They are not merged.
             scope: A name for the origin of the states. The same site may have another shape in another scope.
-            value: An object to send to the first rank with the states; None to send nothing.
+            value: An object to send to rank zero with the states, or None.
         """
         own = partial(Contribution.of, snapshot, self.rank, copies=frozenset(copies), value=value)
         if self._channel is None:
@@ -167,7 +168,7 @@ class Exchange:
         return PendingMerge(self, scope, snapshot, self._channel.submit(scope, own))
 
     def from_first(self, number: float) -> float:
-        """Return the number of the first rank. A collective of the channel's process group.
+        """Return the argument of rank zero on every rank. A collective of the channel's process group.
 
         Raises:
             RuntimeError: If the ranks can no longer communicate.
@@ -179,7 +180,7 @@ class Exchange:
         return float(found)
 
     def refused_by(self, scope: str, merged: Contribution) -> set[Key]:
-        """Return the sites of a scope whose states could not be merged so far, and warn of the new ones."""
+        """Return all sites of a scope whose states could not be merged so far, and warn of newly added sites."""
         refused = self._refused.setdefault(scope, set())
         for key, why in merged.refused.items():
             if key not in refused:
@@ -189,7 +190,7 @@ class Exchange:
         return refused
 
     def give_up(self, error: Exception) -> None:
-        """Merge no more states, and warn on the first rank."""
+        """Stop merging states, and warn on rank zero."""
         if self._channel is not None:
             self._channel.give_up(error)
         if self.rank == 0 and not self._has_warned_of_loss:
@@ -200,7 +201,7 @@ class Exchange:
         """Wait until all merges are done, and close the channel if no other exchange uses it.
 
         Args:
-            interrupted: True if the other ranks may not reach the same merges. Then wait for a short time only.
+            interrupted: Wait for a short time only, because the other ranks may not submit the same merges.
         """
         channel, self._channel = self._channel, None
         if channel is not None:
@@ -214,7 +215,7 @@ class Exchange:
 
 
 class _Contained:
-    """A context that passes errors to a recorder. It is entered several times for each record, so it is made once."""
+    """A context manager that passes errors to a recorder. Reused, because each record enters it several times."""
 
     def __init__(self, recorder: RankMergingRecorder) -> None:
         self._recorder = recorder
@@ -231,15 +232,15 @@ class _Contained:
 class RankMergingRecorder:
     """A recorder that contains its errors and merges its states across ranks.
 
-    After a failure on this rank, it keeps calling the :class:`Exchange` in step with the other ranks, without any
-    states.
+    After a failure on this rank, the recorder keeps calling the :class:`Exchange` in step with the other ranks, without
+    any states.
 
     Args:
         recorder: The recorder that provides the tensors.
         name: The name of the recorder in warnings.
-        exchange: The exchange that merges the ranks, or None if there is only one.
+        exchange: The exchange that merges the ranks, or None if there is only one rank.
         rank: The rank of this process. If ranks are not merged, only rank zero records.
-        strict: Raise errors.
+        strict: Raise errors instead of warning and stopping to record.
         clock: A function that returns the time in seconds.
     """
 
@@ -262,8 +263,8 @@ class RankMergingRecorder:
         self._is_first = rank == 0
         self._contained = _Contained(self)
         self._collector, self._clock = RareCollections(), clock
-        self._absent_ranks: set[int] = set()  # the ranks about which a warning was given
-        self._pending: list[PendingMerge] = []  # those whose errors have not been reported
+        self._absent_ranks: set[int] = set()  # the absent ranks that a warning has named
+        self._pending: list[PendingMerge] = []  # the merges whose errors have not been reported
 
     @property
     def is_active(self) -> bool:
@@ -276,7 +277,7 @@ class RankMergingRecorder:
         return self._contained
 
     def take_error(self, error: Exception) -> bool:
-        """Stop recording because of an error. Return True unless it is to be raised."""
+        """Stop recording because of an error. Return True to suppress the error, False to raise it."""
         is_first_error = not self.failed
         self.fail()
         if is_first_error and not self.strict:
@@ -284,13 +285,13 @@ class RankMergingRecorder:
         return not self.strict
 
     def fail(self) -> None:
-        """Stop recording for good."""
+        """Stop recording permanently."""
         self.failed = True
         with suppress(Exception):  # cleanup after a failure may fail, too
             self.recorder.remove()
 
     def _attach(self) -> None:
-        """Add the hooks for a batch. The garbage collector runs rarely until its end or :meth:`interrupt`."""
+        """Register the hooks for a batch, and let the garbage collector run rarely until :meth:`interrupt`."""
         self._collector.hold()
         self.recorder.attach()
 
@@ -301,7 +302,7 @@ class RankMergingRecorder:
             self.recorder.remove()
 
     def alone(self) -> Merged:
-        """Return the states of this rank without communication, for example after a failure; only on rank zero."""
+        """Return the states of rank zero without communication, for example after a failure. Empty on other ranks."""
         return Merged(self._snapshot(compact=True) if self._is_first else None)
 
     def submit(self, scope: str = "") -> PendingMerge | None:
@@ -322,7 +323,7 @@ class RankMergingRecorder:
         return pending
 
     def finished(self, pending: PendingMerge) -> Merged:
-        """Wait for a merge, and warn of the ranks that it lacks. May be called in any thread."""
+        """Wait for a merge, and warn of absent ranks. May be called in any thread."""
         merged = pending.result()
         if merged.snapshot is not None and merged.values:
             merged = replace(merged, snapshot=self._with_users(merged.snapshot, merged.values))
@@ -334,7 +335,7 @@ class RankMergingRecorder:
         return merged
 
     def _with_users(self, merged: Snapshot, values: tuple[bytes, ...]) -> Snapshot:
-        """Merge the results of the user's functions and metrics into the snapshot of the first rank."""
+        """Merge the ranks' results of the user's functions and metrics into the merged snapshot, on rank zero."""
         gathered = [pickle.loads(each) for each in values]
         users: list[UserSnapshot] = []
         with self.contained():
@@ -343,7 +344,7 @@ class RankMergingRecorder:
         return replace(merged, users=users)
 
     def _report_errors(self) -> None:
-        """Report the errors of earlier merges on this rank, in the training thread."""
+        """Report errors that this rank raised in earlier merges. Called in the training thread."""
         done = [each for each in self._pending if each.is_done]
         self._pending = [each for each in self._pending if not each.is_done]
         for error in filter(None, (each.error for each in done)):

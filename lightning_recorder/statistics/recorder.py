@@ -66,10 +66,10 @@ class BaseStatisticsRecorder(ABC):
         """Register the hooks."""
 
     def prepare(self) -> None:
-        """Prepare the statistics kernels for the devices of the modules' parameters.
+        """Prepare the statistics kernels for the devices of the modules' parameters. Raises no errors.
 
-        The first :meth:`attach` calls this. On a GPU it may take seconds and synchronizes the device; it is done once
-        per process. No errors are raised.
+        The first :meth:`attach` calls this. On a GPU, the first call in a process may take seconds and synchronizes the
+        device.
         """
         if not self._is_prepared:
             self._is_prepared = True
@@ -101,15 +101,15 @@ class BaseStatisticsRecorder(ABC):
         """Record the tensors of the batch of a step, after :meth:`attach`."""
 
     def end_of_model(self) -> None:  # noqa: B027 - most recorders do not observe the optimizer
-        """Expect no call of the model until the next :meth:`attach`. The optimizer then runs as without a recorder."""
+        """Stop observing the model until the next :meth:`attach`, so that the optimizer runs as without a recorder."""
 
     def revive(self) -> None:
-        """Record the failed modules and the skipped reductions again."""
+        """Resume recording the failed modules and the skipped reductions."""
         self.states.revive()
 
     @property
     def replicated(self) -> frozenset[Site]:
-        """The sites that other ranks hold copies of. Empty if each rank has its own batches."""
+        """The sites whose tensors are copied on other ranks. Empty if each rank has its own batches."""
         return frozenset()
 
     def traces(self) -> dict[str, Any]:
@@ -122,13 +122,13 @@ class BaseStatisticsRecorder(ABC):
         return ()
 
     def take_traces(self) -> dict[str, Any]:
-        """Return :meth:`traces` and start to collect them anew."""
+        """Return :meth:`traces` and clear them."""
         return self.traces()
 
     def settings(self) -> dict[Site, dict[str, float]]:
-        """Return scalars of sites that are no statistics of a tensor.
+        """Return scalars of sites that are not statistics of a tensor.
 
-        These are ``eval_mode``, 1.0 at the sites of modules that are in eval mode. It is absent in training mode.
+        The only one is ``eval_mode``: 1.0 at the sites of modules in eval mode, and absent in training mode.
         """
         away = {name for name, module in self.modules.items() if not is_training(module)}
         return {site: {"eval_mode": 1.0} for site in self.states.sites if site.name in away} if away else {}
@@ -138,7 +138,7 @@ class BaseStatisticsRecorder(ABC):
         return {}
 
     def settings_state(self) -> dict[str, Any]:
-        """Return what :meth:`settings` and :meth:`about` know of earlier steps, as plain Python objects."""
+        """Return the data of earlier steps for :meth:`settings` and :meth:`about`, as plain Python objects."""
         return {}
 
     def load_settings(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - most recorders know nothing of earlier steps
@@ -173,7 +173,7 @@ class BaseStatisticsRecorder(ABC):
 
 
 class StatisticsRecorder(BaseStatisticsRecorder):
-    """Taps with :class:`~lightning_recorder.reductions.Statistics` for each site, usable as a context manager.
+    """Record :class:`~lightning_recorder.reductions.Statistics` of the tensors of taps; usable as a context manager.
 
     Leaving the context removes the hooks and keeps the recorded statistics. Entering it again continues the recording.
 
@@ -194,7 +194,7 @@ class StatisticsRecorder(BaseStatisticsRecorder):
         traced: The modules whose calls are compiled and that are recorded inside the compiled code. Their hooks exist
             from :meth:`install` to :meth:`uninstall`; see :class:`~lightning_recorder.taps.TracedTap`.
         key: The key of the recording inside compiled code.
-        functions: The torch functions to record as well, if ``tap`` contains the tap of outputs or of their gradients.
+        functions: The torch functions to record as well, if ``tap`` contains the tap of outputs or output gradients.
             Functions in compiled code that stays compiled are not recorded.
         strict: See :class:`~lightning_recorder.taps.Tap`.
 
@@ -240,14 +240,14 @@ class StatisticsRecorder(BaseStatisticsRecorder):
         self.factor = 1.0
         """The factor that each tensor is multiplied by before the reduction: the inverse loss scale, for gradients."""
         self.ignores: Callable[[], bool] = bool
-        """A function that returns True while tensors are to be ignored."""
+        """A function that returns True while tensors must be ignored."""
         inside = {name: module for name, module in modules.items() if module in traced} if traced else {}
         outside = {name: module for name, module in modules.items() if name not in inside} if inside else modules
         self._modules = modules
         self.taps: list[Tap] = []
         """The taps that provide the tensors."""
         options = {"condition": condition, "strict": strict}
-        # Compiled code stays in use after this recorder is gone, so a recorder of other modules needs another key.
+        # Compiled code may outlive this recorder, so recorders of different modules need different keys.
         recorded = repr((sorted(inside), [kind.__name__ for kind in kinds]))
         inner: dict[str, Any] = {"key": f"{key} {crc32(recorded.encode()):08x}", "others": traced}
         of_functions: dict[type[Tap], Any] = {OutputTap: FunctionOutputTap, OutputGradientTap: FunctionGradientTap}
@@ -264,7 +264,7 @@ class StatisticsRecorder(BaseStatisticsRecorder):
             each.fast_path, each.per_call, each.eager = self._try_fast_path, per_call, eager
             each.traced = traced
             if isinstance(each, _OF_FUNCTIONS):
-                each.per_call = False  # their calls are always kept apart, by their names
+                each.per_call = False  # the names of the calls always keep them apart
             if isinstance(each, FunctionOutputTap):
                 each.receive_scores, each.time_of = self._receive_scores, self._time_of
 
@@ -276,10 +276,10 @@ class StatisticsRecorder(BaseStatisticsRecorder):
             self.states.add(site, tensor, self.factor)
 
     def _receive_from_function(self, site: Site, tensor: Tensor) -> None:
-        """Update the statistics of a function; of a loss the default ones, since most losses are scalars."""
+        """Update the statistics of a function. Losses get only the default statistics, as most losses are scalars."""
         if self.ignores():
             return
-        # Classes are counted without sampling: the tensor is split into parts that are no larger than a sample.
+        # Count classes without sampling: split the tensor into parts no larger than a sample.
         parts: Sequence[Tensor] = (tensor,)
         if site.path.endswith(CLASS_COUNTS) and (tensor.dim() != 1 or self._sample):
             tensor = tensor.flatten()
@@ -306,7 +306,7 @@ class StatisticsRecorder(BaseStatisticsRecorder):
         return self.states.times[option]
 
     def _receive_scores(self, site: Site, tensor: Tensor | None, block: Tensor) -> None:
-        """Update the statistics of the scores inside of a function, and those of each head or expert."""
+        """Update the statistics of the scores inside a function, and the statistics of each head or expert."""
         if not self.ignores():
             if tensor is not None:
                 self.states.add(site, tensor, extra=False)
@@ -347,7 +347,7 @@ class StatisticsRecorder(BaseStatisticsRecorder):
 
     @override
     def traces(self) -> dict[str, Any]:
-        # Only gradient taps have these two attributes. With several taps, the last one decides: the outputs.
+        # Only gradient taps have these two attributes. With several taps, use the last one, which taps the outputs.
         last = self.taps[-1]
         seen = {name: frozenset(getattr(last, name, ())) for name in ("without_gradient", "changed_in_place")}
         for name in ("called", "compiled_calls"):

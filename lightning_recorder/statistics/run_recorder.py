@@ -1,4 +1,4 @@
-"""A recorder of a training run that turns steps into records."""
+"""A recorder of a training run that combines recorded steps into records."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class RunWindow:
 
     @property
     def is_empty(self) -> bool:
-        """True if there is nothing to write in a record. The same on all ranks."""
+        """True if the window has nothing to write as a record. The same on all ranks."""
         return not self.steps and not self.has_overflow
 
 
@@ -86,25 +86,25 @@ class RunRecorder(RankMergingRecorder):
         any            finish                                      write the window              ENDED
         not ENDED      abort                                       write the window of the rank  ENDED
 
-    A step ends in ARMED if the next step is due. A skipped batch is WAITING if the window has unwritten statistics. The
-    window is written as a record by the end of a step or of an epoch with which it ends, unless recording was disabled
-    in all of its steps.
+    After a step, the phase is ARMED if the next step is due. After a skipped batch, it is WAITING if the window has
+    unwritten statistics. A window ends with a step or an epoch, and is then written as a record unless recording was
+    disabled in all of its steps.
 
     Args:
         recorder: The recorder that provides the tensors.
         sampling: The schedule of the recorded steps, including the interval.
         on_record: A callback that receives each record, on rank zero.
         reduce: The steps that form a record.
-        announce: A callback that receives the first recorded step and the time its hooks took, in milliseconds, if that
-            step is not a record yet; on rank zero.
+        announce: A callback on rank zero that receives the first recorded step and the time of its hooks in
+            milliseconds, unless this step is written as a record at once.
         budget: The overhead limit that widens the interval of the sampling.
         device: The device of the model's tensors.
         options: The arguments of :class:`RankMergingRecorder`.
 
     Note:
-        The ranks are merged in the calls that complete a record, which are the same calls on all ranks. On one
-        process, a run that resumes from a saved state continues bit-exactly. On several, the saved state is merged, and
-        the first rank resumes with all of it.
+        The ranks are merged in the calls that complete a record, which are the same calls on all ranks. With one
+        process, a run that resumes from a saved state continues bit-exactly. With several processes, the saved state is
+        merged, and rank zero resumes with all of it.
     """
 
     def __init__(
@@ -129,17 +129,17 @@ class RunRecorder(RankMergingRecorder):
         self.has_recorded = False
         """True if the hooks were registered in any step."""
         self.requested_step = -1
-        """A step to record in addition to those of the sampling. The same on all ranks."""
+        """A step to record in addition to the sampled steps. The same on all ranks."""
         self._on_record: Callable[[Record], None] | None = on_record
         self._announce = announce
         self._device = device or Device("cpu")
         self._timing = StepTiming(self._device, self._clock, budget)
         self.recorder.watch(self._timing.stopwatch)
-        self._step = 0  # the current step, or the next one between two steps
+        self._step = 0  # the current step; between two steps, the next step
         self._epoch = 0
         self._window = RunWindow()
         self._savepoint: Any = None  # the states before the current step; None if they were empty
-        self._final_state: dict[str, Any] | None = None  # of a run that has ended
+        self._final_state: dict[str, Any] | None = None  # set when the run has ended
 
     @property
     def every_n_train_steps(self) -> int:
@@ -153,7 +153,7 @@ class RunRecorder(RankMergingRecorder):
 
     @property
     def last_step(self) -> int:
-        """The step that ended last."""
+        """The most recently completed step."""
         return max(0, self._step - 1)
 
     # Transitions
@@ -169,7 +169,7 @@ class RunRecorder(RankMergingRecorder):
             False if the batch needs :meth:`start_batch` instead.
         """
         is_unhooked = self.phase is RunPhase.IDLE or self.phase is RunPhase.WAITING
-        # The same as _is_due, without a call, because this runs for every batch.
+        # _is_due inlined, because this runs for every batch.
         if not is_unhooked or self._timing.limit is not None or step == self.requested_step:
             return False
         if self.sampling(step, epoch):
@@ -185,7 +185,7 @@ class RunRecorder(RankMergingRecorder):
         Args:
             step: The 0-based optimizer step.
             epoch: The epoch.
-            prepare: A callback that is called before a batch whose step is due, even if this rank records nothing.
+            prepare: A callback that runs before a batch whose step is due, even if this rank records nothing.
         """
         self._timing.start_batch()
         self._final_state = None
@@ -219,7 +219,7 @@ class RunRecorder(RankMergingRecorder):
             self._end_step(RunPhase.ARMED if is_armed else RunPhase.WAITING, overflowed=overflowed)
 
     def _end_step(self, next_phase: RunPhase, *, overflowed: bool) -> None:
-        """End a step. Every step runs through this sequence."""
+        """End a step, recorded or not."""
         step, self._step = self._step, self._step + 1
         was_recorded, self.phase = self.phase is RunPhase.RECORDING, next_phase
         self._timing.end_step(recorded=was_recorded)
@@ -244,12 +244,12 @@ class RunRecorder(RankMergingRecorder):
             self._write_record(step)
 
     def abandon_step(self) -> None:
-        """Discard the current step, whose batch failed in a loop that goes on."""
+        """Discard the current step, because its batch failed and the training loop continues."""
         self.interrupt()
         self._drop_step()
 
     def finish(self) -> None:
-        """Write the remaining statistics as a record. They also stay in the state for a checkpoint saved after this."""
+        """Write the remaining statistics as a record. A checkpoint saved later contains these statistics, too."""
         self.interrupt()
         self._drop_step()
         final_state = self.merged_state_dict()
@@ -259,9 +259,9 @@ class RunRecorder(RankMergingRecorder):
         self.phase = RunPhase.ENDED
 
     def abort(self) -> None:
-        """End a failed run: make a record of the remaining statistics without the other ranks.
+        """End a failed run: write the remaining statistics of this rank as a record, without the other ranks.
 
-        The state is then the one before the interrupted step, because a resumed run repeats that step.
+        The saved state is the state before the interrupted step, because a resumed run repeats that step.
         """
         self.interrupt()
         if self._final_state is not None:
@@ -303,7 +303,7 @@ class RunRecorder(RankMergingRecorder):
         """Return True if the step will be recorded. An error of the schedule is reported when the step begins."""
         try:
             return self._is_due(step, self._epoch)
-        except Exception:  # noqa: BLE001 - it will raise again
+        except Exception:  # noqa: BLE001 - the schedule raises again when the step begins
             return False
 
     def _save_states(self) -> None:
@@ -314,7 +314,7 @@ class RunRecorder(RankMergingRecorder):
                 self._savepoint = self.recorder.states.saved()
 
     def _roll_back(self) -> None:
-        """Discard what was recorded in the current step."""
+        """Restore the states from before the current step."""
         with self.contained():
             if self._savepoint is None:
                 self.recorder.states.reset()
@@ -322,7 +322,7 @@ class RunRecorder(RankMergingRecorder):
                 self.recorder.states.restore(self._savepoint)
 
     def _drop_step(self) -> None:
-        """Discard a step that will not end, for example because its epoch was cut off. It will be repeated."""
+        """Discard a step that will not end, for example because its epoch was cut off. The step will be repeated."""
         if self.phase is RunPhase.RECORDING:
             self.phase = RunPhase.WAITING
             self._timing.drop_step()
@@ -330,7 +330,7 @@ class RunRecorder(RankMergingRecorder):
             self._savepoint = None
 
     def _add_overflow(self, step: int) -> None:
-        """Count a step that the optimizer skipped. Its statistics are in no record, or in one of their own."""
+        """Count a step that the optimizer skipped. Discard its statistics, or write them as a separate record."""
         self.overflow_steps += 1
         self._window.has_overflow = True
         if self.reduce == "step":
@@ -339,7 +339,7 @@ class RunRecorder(RankMergingRecorder):
             self._roll_back()
 
     def _announce_first(self, step: int) -> None:
-        """Announce the first recorded step, if it is not a record of its own."""
+        """Announce the first recorded step, unless it is written as a separate record."""
         announce = self._announce
         if announce is not None and self.reduce != "step" and self._is_first and self._window.is_covered:
             self._announce = None
@@ -349,7 +349,7 @@ class RunRecorder(RankMergingRecorder):
     # Records
 
     def _write_record(self, step: int, *, overflowed: bool = False) -> None:
-        """Make a record of the window, deliver it, and open a new window."""
+        """Write the window as a record, and open a new window."""
         steps = self._window.steps + overflowed
         self._window.steps, self._window.has_overflow = 0, False
         with self._timing.flush():
@@ -357,7 +357,7 @@ class RunRecorder(RankMergingRecorder):
             pending = self.submit()
             merged = Merged(NOTHING) if pending is not None else self.alone()
             if overflowed:
-                self._roll_back()  # the next step follows the one before, not the one that was skipped
+                self._roll_back()  # the next step must follow the last step that was not skipped
             times = self.recorder.states.take_ms_of_options()
             with self.contained():
                 self.recorder.states.reset()
@@ -374,7 +374,7 @@ class RunRecorder(RankMergingRecorder):
             self.recorder.watch(None)
 
     def _deliver(self, record: Record) -> None:
-        on_record, self._on_record = self._on_record, None  # if the callback raises, it is not called again
+        on_record, self._on_record = self._on_record, None  # a callback that raises is not called again
         if on_record is not None:
             on_record(record)
         self._on_record = on_record
@@ -402,7 +402,7 @@ class RunRecorder(RankMergingRecorder):
         )
 
     def _completed(self, pending: PendingMerge, window: RunWindow, record: Record) -> Record | None:
-        """Return a record with the merged states, or None if there are none. Called in the writer thread."""
+        """Return the record with the merged states, or None if nothing was recorded. Called in the writer thread."""
         merged = self.finished(pending)
         if merged.snapshot is None or (not window.has_states and merged.snapshot.is_empty):
             return None
@@ -410,7 +410,7 @@ class RunRecorder(RankMergingRecorder):
         return replace(record, snapshot=replace(snapshot, settings=record.snapshot.settings), ranks=merged.ranks)
 
     def _agree_on_interval(self) -> None:
-        """Use the interval of the first rank on all ranks, if it can change."""
+        """Use the interval of rank zero on all ranks, if the interval can change."""
         wanted = self._timing.interval(self.every_n_train_steps)
         if self._timing.limit is not None and self.exchange is not None and self.exchange.is_open:
             wanted = int(self.exchange.from_first(wanted))
@@ -424,7 +424,7 @@ class RunRecorder(RankMergingRecorder):
 
     @property
     def holds_states(self) -> bool:
-        """True if there are unwritten statistics, or states that survive a reset. The same on all ranks."""
+        """True if there are unwritten statistics, or states that a reset keeps. The same on all ranks."""
         return self._open_steps > 0 or self.recorder.states.survives_reset
 
     @property
@@ -458,12 +458,12 @@ class RunRecorder(RankMergingRecorder):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], step: int, epoch: int) -> None:
-        """Load a state on all ranks. The first rank loads the statistics.
+        """Load a state on all ranks. Only rank zero loads the statistics.
 
         Args:
             state_dict: The result of :meth:`state_dict`.
-            step: The step that the run resumes with.
-            epoch: The epoch that the run resumes with.
+            step: The first step of the resumed run.
+            epoch: The first epoch of the resumed run.
 
         Raises:
             KeyError, TypeError, ValueError: If the state is invalid.
@@ -473,11 +473,11 @@ class RunRecorder(RankMergingRecorder):
         self.overflow_steps = overflow_steps
         if self._timing.limit is not None:
             self._widen(max(self.every_n_train_steps, interval))
-        # The same on all ranks, because it determines when a record is due.
+        # Must be the same on all ranks, because it determines when a record is due.
         self._window.steps = open_steps
         if self._is_first and "states" in state_dict:
             self._load(state_dict["states"], state_dict.get("step_settings", {}))
-        # A state saved after the last batch of an epoch was saved before the epoch ended.
+        # A checkpoint after the last batch of an epoch is saved before end_epoch() writes the record of the epoch.
         if open_steps and self.reduce == "epoch" and of_epoch != epoch:
             self._step, self._epoch = step, of_epoch
             self._write_record(self.last_step)
@@ -488,7 +488,7 @@ class RunRecorder(RankMergingRecorder):
             self.recorder.load_settings(settings)
             self.recorder.states.load_state_dict(states, self._device)
         except Exception as error:  # noqa: BLE001 - a file may contain anything
-            # The other ranks resume the window, so this one does, too, with empty statistics.
+            # Resume the window with empty statistics, because the other ranks resume it, too.
             warn(f"{self.name} starts without the saved statistics, which cannot be read: {describe_error(error)}")
             with self.contained():
                 self.recorder.states.reset_all()

@@ -1,4 +1,4 @@
-"""The statistics states of all sites."""
+"""The states of the statistics of all sites."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from lightning_recorder.taps import Site
 
 __all__ = ["SiteStates"]
 
-_SCORES = (HeadScores, ExpertScores)  # they get numbers that were computed from a tensor, instead of the tensor
-_LASTING = 256  # sites with rows of their own, 4 MiB; further sites share rows
-_MOST_AGAIN = 64  # sites that come again later in one record; if more do, several batches are merged
+_SCORES = (HeadScores, ExpertScores)  # reductions of precomputed numbers instead of the tensor itself
+_LASTING = 256  # the first sites have a permanent row each, 4 MiB in total; all other sites share rows
+_MOST_AGAIN = 64  # if more sites come again later in one record, several batches are being merged
 
 
 class SiteStates:
@@ -91,7 +91,7 @@ class SiteStates:
             self._banks: list[StateBank[Site]] = [StateBank(reduction) for reduction in reductions]
         self._stores: list[StateBank[Site] | UserStates] = [*self._banks, *self._users]
         self._left_out: list[set[Site]] = [set() for _ in reductions]
-        self._has_warned: set[int] = set()  # the reductions of which a warning has named a site
+        self._has_warned: set[int] = set()  # the reductions that have caused a warning
         self._kinds: dict[Site, tuple[torch.dtype, torch.Size | None]] = {}
         self._calls: dict[Site, int] = {}
         self.times: defaultdict[str, Stopwatch] = defaultdict(Stopwatch)
@@ -121,7 +121,7 @@ class SiteStates:
 
     @property
     def survives_reset(self) -> bool:
-        """True if some state survives a reset, such as the last tensor for the change to the next one."""
+        """True if some reduction keeps state after a reset, such as the last tensor to compare with the next one."""
         return any(reduction.ordered for reduction in self._reductions)
 
     @property
@@ -155,7 +155,7 @@ class SiteStates:
             if state is not None:
                 bank.put(site, state)
                 self._again += 1
-                if self._again == _MOST_AGAIN:  # to give all sites their rows together takes much less time
+                if self._again == _MOST_AGAIN:  # moving all sites to permanent rows at once is much faster
                     self._settle()
         values = Values(tensor, factor)
         bank.add(site, values)
@@ -176,7 +176,7 @@ class SiteStates:
                 states.add(site, tensor, factor)
 
     def add_scores(self, site: Site, block: Tensor) -> None:
-        """Update the statistics of the heads of attention, or of the experts of a router, at a site that has a tensor.
+        """Update the statistics of attention heads or of the experts of a router, at a site that has a tensor.
 
         Args:
             site: The site.
@@ -189,8 +189,8 @@ class SiteStates:
     def try_fast_path(self, site: Site, tensor: Tensor, factor: float = 1.0) -> bool:
         """Try the fast path: update a site without any torch operation; return False to fall back to :meth:`add`.
 
-        The fast path requires that there are only the default statistics, which are computed in one pass, and on a GPU
-        that the site has a state. The tensor may require grad.
+        The fast path supports only the default statistics, which are computed in one pass. On a GPU, the site must
+        already have a state. The tensor may require grad.
         """
         row = self._rows.get(site)
         if row is None:
@@ -247,7 +247,7 @@ class SiteStates:
             self._left_out[place].add(site)
 
     def revive(self) -> None:
-        """Record the skipped reductions again."""
+        """Resume recording the skipped reductions."""
         for left_out in self._left_out:
             left_out.clear()
         self._has_warned.clear()
@@ -285,7 +285,7 @@ class SiteStates:
         )
 
     def _settle(self) -> None:
-        """Give each site that shares rows one of its own, which it keeps."""
+        """Move each site from the shared rows to a permanent row."""
         for site, state in self._recycled.states():
             self._banks[0].put(site, state)
         self._recycled.reset()
@@ -306,7 +306,7 @@ class SiteStates:
             store.restore(states)
 
     def take_ms_of_options(self) -> dict[str, float]:
-        """Return the milliseconds of each option since the last call or reset."""
+        """Return the host time of each option since the last call or reset, in milliseconds."""
         found = {name: watch.take_ms() for name, watch in self.times.items()}
         return {name: spent for name, spent in found.items() if spent}
 
@@ -322,7 +322,7 @@ class SiteStates:
 
     @torch.no_grad()
     def reset_all(self) -> None:
-        """Discard the recorded statistics, including the states that survive a reset."""
+        """Discard the recorded statistics, including states that :meth:`reset` keeps."""
         self.restore(([*([] for _ in self._banks), *({} for _ in self._users)], {}))
 
     @torch.no_grad()

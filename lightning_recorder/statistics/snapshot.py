@@ -42,14 +42,14 @@ SHOWN_STATISTICS = (*SCALAR_STATISTICS, *RANK_STATISTICS, *BatchSpread.statistic
 """The statistics that can be shown for any site."""
 
 SETTINGS = ("learning_rate", "weight_decay", "eval_mode")
-"""The scalars of a site that are no statistics of its tensor. They are in the records and not shown by default."""
+"""The scalars of a site that are not statistics of its tensor. Records have them, but they are not shown by default."""
 
 _BINS = "histogram"
 
 Columns = dict[str, NDArray[np.float64]]
 
 
-@dataclass(eq=False)  # not frozen, because a frozen one takes several times as long to make
+@dataclass(eq=False)  # not frozen, because creating a frozen dataclass takes several times as long
 class Snapshot:
     """The states of the sites at one point in time.
 
@@ -60,9 +60,9 @@ class Snapshot:
         rank_means: The smallest and the largest per-rank mean of the sites that several ranks have seen.
         diverged: The sites whose values should be equal on all ranks but differ.
         kinds: The dtype and shape of the latest tensor of each site, in the order in which the sites were first seen.
-        settings: Scalars of sites that are no statistics of a tensor, such as the learning rate of a parameter.
-        calls: The number of tensors of each site since the last reset, in the order in which the first of them came; on
-            this rank.
+        settings: Scalars of sites that are not statistics of a tensor, such as the learning rate of a parameter.
+        calls: The number of tensors that each site received on this rank since the last reset, in the order of the
+            first tensors.
         users: The states of each function and metric of the user.
         warned: The indices of the reductions that have caused a warning because summarizing them failed. Updated in
             place.
@@ -88,7 +88,7 @@ class Snapshot:
 
     @property
     def has_arrived(self) -> bool:
-        """True if the states do not have to wait for a GPU."""
+        """True if reading the states does not wait for a GPU."""
         return all(group.has_arrived for groups in self.groups for group in groups)
 
     @property
@@ -97,7 +97,7 @@ class Snapshot:
         return not statistics_of([replace(self, groups=self.groups[:1], users=())])[0]
 
     def without_ranks(self) -> Snapshot:
-        """Return the states of several ranks that one rank has loaded; differences between ranks are meaningless."""
+        """Return a copy without differences between ranks, which are meaningless in states that one rank has loaded."""
         return replace(self, rank_means={}, diverged=frozenset())
 
     def resembles(self, other: Snapshot) -> bool:
@@ -114,9 +114,9 @@ class Snapshot:
         return statistics_of([self])[0]
 
     def completed(self, table: Table) -> Table:
-        """Return a table of the default statistics with the statistics across ranks and those of extra reductions."""
+        """Add the statistics across ranks and of extra reductions to a table of the default statistics."""
         if self.rank_means:
-            # The numbers that stand for classes have no mean.
+            # Class indices have no meaningful mean.
             known = self.rank_means
             has = np.array([each in known and not each.path.endswith(CLASS_COUNTS) for each in table.sites], dtype=bool)
             for place, name in enumerate(RANK_STATISTICS):
@@ -179,7 +179,7 @@ class Snapshot:
 
 
 NOTHING = Snapshot((), [], [])
-"""No states, until those of all ranks are merged."""
+"""An empty snapshot, used until the states of all ranks are merged."""
 
 
 _FACTS = (
@@ -213,14 +213,15 @@ class Record:
         overflow_steps: The number of recorded steps with an overflow so far.
         recording_ms: The time spent in the hooks, in milliseconds.
         flush_ms: The time spent on copying and merging, in milliseconds.
-        option_ms: The host time that each option, such as ``"attention"``, takes in a step, in milliseconds.
+        option_ms: The host time of each option, such as ``"attention"``, per step, in milliseconds.
         every_n_train_steps: The interval from now on, in steps.
         ranks: The number of merged ranks.
-        is_sample: True if the record has only the first batches of an evaluation, for the record file and findings.
-        batch: The checksums of :func:`batch_fingerprint`, ``[2]`` int64 on any device; None if there are none.
+        is_sample: True if the record covers only the first batches of an evaluation. Such records are used for the
+            record file and the findings only.
+        batch: The checksums of :func:`batch_fingerprint`, ``[2]`` int64 on any device, or None.
         about: Facts about the step that belong to no site, such as ``groups``, the settings of the optimizer.
-        pending: A function that waits until the ranks are merged, and returns the record with the merged states, or
-            None if there are none. None if the states are complete.
+        pending: A function that waits until the ranks are merged. It returns the record with the merged states, or None
+            if nothing was recorded. ``pending`` is None if the states are complete.
     """
 
     step: int
@@ -252,7 +253,7 @@ class Record:
             **self.about,
             **{name: getattr(self, name) for name in _FACTS},
             **({"option_ms": self.option_ms} if self.option_ms else {}),
-            # Facts are kept with the history of a run, and a tensor would keep device memory.
+            # The history of a run keeps the facts, and a tensor would occupy device memory.
             "batch": None if self.batch is None else self.batch.tolist(),
             "diverged": self.snapshot.diverged,
             "calls": dict([*calls.items()][::-1]) if group == "gradients" else calls,
@@ -263,12 +264,12 @@ class Record:
         return self.snapshot.statistics().having(about=self.facts(group))
 
     def complete(self) -> Record | None:
-        """Return the record with the states of all ranks, or None if there are none. May wait for other ranks."""
+        """Return the record with the states of all ranks, or None if nothing was recorded. May wait for other ranks."""
         return self if self.pending is None else self.pending(replace(self, pending=None))
 
 
 def _extended(table: Table, found: Mapping[Site, tuple[Mapping[str, float], Mapping[str, Tensor]]]) -> Table:
-    """Return a table with further scalars and tensors of its sites."""
+    """Return the table with additional scalars and tensors of its sites."""
     found = {site: each for site, each in found.items() if site in table}
     tensors = {site: {**table.tensors.get(site, {}), **more} for site, (_, more) in found.items() if more}
     table.tensors = {**table.tensors, **tensors}
@@ -279,12 +280,12 @@ def _extended(table: Table, found: Mapping[Site, tuple[Mapping[str, float], Mapp
     return table
 
 
-_MOST_ELEMENTS = 1 << 15  # summarized at a time, so that the temporaries stay in the caches
+_MOST_ELEMENTS = 1 << 15  # numbers to summarize at once, so that the temporaries stay in the CPU caches
 
 
 @torch.no_grad()
 def statistics_of(snapshots: Sequence[Snapshot]) -> list[Table]:
-    """Return the statistics of each snapshot. Together, many small ones take much less time than one by one."""
+    """Return the statistics of each snapshot. Passing many small snapshots at once is much faster than one by one."""
     groups = [(number, group) for number, each in enumerate(snapshots) for group in (each.groups or [[]])[0]]
     if not groups:
         nothing = SparseCounts(np.empty((0, BINS)))
@@ -294,7 +295,7 @@ def statistics_of(snapshots: Sequence[Snapshot]) -> list[Table]:
     for row, site in enumerate(site for _, group in groups for site in group.keys):
         if site.path.endswith(CLASS_COUNTS):
             values[row] = class_scalars(counts.dense(row), columns)
-    # A row that was allocated for an earlier step and has received nothing since is skipped.
+    # Skip rows that were allocated for an earlier step and have received no tensor since.
     seen = ((columns["count"] != 0) | (columns["nan_count"] != 0) | (columns["inf_count"] != 0)).tolist()
     found: list[list[tuple[int, Site]]] = [[] for _ in snapshots]
     first = 0
@@ -305,7 +306,7 @@ def statistics_of(snapshots: Sequence[Snapshot]) -> list[Table]:
     before: tuple[Snapshot, list[Site]] | None = None
     for snapshot, rows in zip(snapshots, found, strict=True):
         own = [site for _, site in rows]
-        # Nearly all records have the sites of the previous one, and comparing them takes less time than a look-up.
+        # Nearly all records have the same sites as the previous record. Comparing them is faster than a look-up.
         if before is None or own != before[1] or not snapshot.resembles(before[0]):
             sites, order = _in_module_order(snapshot.names, tuple(own))
             schema = make_schema(sites, tuple(columns), *_dtypes_and_shapes(snapshot, sites), tuple(snapshot.kinds))
@@ -330,7 +331,7 @@ def _summaries(groups: Sequence[Collected[Site]]) -> tuple[Columns, SparseCounts
 def _dtypes_and_shapes(
     snapshot: Snapshot, sites: tuple[Site, ...]
 ) -> tuple[tuple[str | None, ...], tuple[tuple[int, ...] | None, ...]]:
-    """Return the dtypes and shapes of the sites; None for a site that only another rank has seen."""
+    """Return the dtypes and shapes of the sites. Both are None for a site that only another rank has seen."""
     kinds = [snapshot.kinds.get(site, (None, None)) for site in sites]
     dtypes = tuple(
         "int64" if site.path.endswith(CLASS_COUNTS) else None if dtype is None else str(dtype).removeprefix("torch.")
@@ -341,7 +342,7 @@ def _dtypes_and_shapes(
 
 @lru_cache(maxsize=64)
 def _in_module_order(names: tuple[str, ...], sites: tuple[Site, ...]) -> tuple[tuple[Site, ...], NDArray[np.int64]]:
-    """Return the sites in the order of the modules, and their places. Functions come last in the module around them."""
+    """Return the sites in module order, and their indices in ``sites``. Functions come last in their module."""
     places: dict[str, int] = {}
     for place, name in enumerate(names):
         parts = name.split(".")
@@ -357,7 +358,7 @@ def _in_module_order(names: tuple[str, ...], sites: tuple[Site, ...]) -> tuple[t
 
 
 def are_scalars_enough(reduction: Reduction) -> bool:
-    """Return True if no statistic needs the counts, as quantiles and those of a sample do."""
+    """Return True if no statistic is computed from the histogram. Quantiles and sampled histograms need its counts."""
     return reduction.partial is not None and {*reduction.statistics} == {*reduction.partial.statistics, _BINS}
 
 
@@ -366,7 +367,7 @@ def _columns(reduction: Reduction, states: Tensor) -> Columns:
     scalars = reduction.partial
     if scalars is not None and are_scalars_enough(reduction):
         summaries = [scalars.summarize(states[:, : scalars.width])]
-    else:  # quantiles or a sample, which need the counts
+    else:  # quantiles or a sampled histogram, which need the counts
         some = max(1, _MOST_ELEMENTS // max(1, reduction.width))
         summaries = [reduction.summarize(part) for part in states.split(some)]
     names = [name for name in summaries[0] if name not in DERIVED_STATISTICS and name != _BINS]
@@ -376,7 +377,7 @@ def _columns(reduction: Reduction, states: Tensor) -> Columns:
 def _by_site(
     group: Collected[Site],
 ) -> Iterator[tuple[Site, dict[str, float], dict[str, Tensor]]]:
-    """Yield the scalars and the tensors of each site, from states that are summarized together."""
+    """Yield the scalars and the tensors of each site. The states of many sites are summarized together."""
     some = max(1, _MOST_ELEMENTS // max(1, group.reduction.width))
     for first in range(0, len(group.keys), some):
         summary = group.reduction.summarize(group.states[first : first + some])

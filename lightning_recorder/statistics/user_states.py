@@ -52,7 +52,7 @@ class UserStates:
         self.reduction = reduction
         self._strict = strict
         self._active: dict[Site, MergeableAccumulator] = {}
-        self._idle: dict[Site, MergeableAccumulator] = {}  # without a tensor since the last reset
+        self._idle: dict[Site, MergeableAccumulator] = {}  # states that got no tensor since the last reset
         self._left_out: set[Site] = set()
         self._has_warned_of_batch = False
 
@@ -66,7 +66,7 @@ class UserStates:
         if site in self._left_out:
             return
         try:
-            # A state from inference mode could not be updated outside it.
+            # Tensors created in inference mode could not be updated outside of it.
             as_alone = torch.inference_mode(False), torch.no_grad(), unchanged_random_numbers(tensor.device)
             with as_alone[0], as_alone[1], as_alone[2], without_autocast(tensor.device):
                 state = self._active.get(site) or self._idle.get(site) or self.reduction.new()
@@ -90,7 +90,7 @@ class UserStates:
             self._left_out.add(site)
 
     def revive(self) -> None:
-        """Record the skipped sites again."""
+        """Resume recording at the skipped sites."""
         self._left_out.clear()
 
     def snapshot(self) -> UserSnapshot:
@@ -124,7 +124,7 @@ class UserStates:
         """Load states.
 
         Raises:
-            ArgumentError: If they belong to another kind of reduction.
+            ArgumentError: If the states belong to another kind of reduction.
         """
         for each in saved:
             state = self.reduction.new()
@@ -136,7 +136,7 @@ class UserStates:
 
 
 def _scaled(tensor: Tensor, factor: float) -> Tensor:
-    """Return the tensor multiplied by a factor. An unscaled gradient could underflow in half precision."""
+    """Return the tensor multiplied by a factor, at least in float32: in half precision, the product could underflow."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor
 
 
@@ -144,7 +144,7 @@ def _saved(reduction: UserReduction, states: Mapping[Site, MergeableAccumulator]
     saved = []
     for site, state in states.items():
         try:
-            if reduction.is_function:  # as it is, because a number or a tuple must not become a tensor
+            if reduction.is_function:  # saved without conversion, because a number or tuple must not become a tensor
                 check_savable(state.value)
                 content = {"value": copied(state.value, "cpu")}
             else:
@@ -159,7 +159,7 @@ def _saved(reduction: UserReduction, states: Mapping[Site, MergeableAccumulator]
 def merge_snapshots(
     reduction: UserReduction, payloads: Sequence[tuple[dict[Site, Any], frozenset[Site]]]
 ) -> UserSnapshot:
-    """Return the states of several processes, given in rank order; those of the first one if they cannot be merged."""
+    """Merge the states of several processes, given in rank order. Unmergeable states are those of the first rank."""
     if not reduction.is_mergeable:
         payloads = payloads[:1]
     found: dict[Site, list[Any]] = {}

@@ -42,7 +42,7 @@ __all__ = ["Receiver", "Site", "Tap"]
 
 _FEW_HANDLES = 256
 _PATH = "_lightning_recorder_path"  # the attribute of a receiver's error that holds the path of the tensor
-# One lock for all taps: it is held only for an append, and a lock per tap would make taps impossible to copy.
+# One lock for all taps, because a tap with its own lock could not be copied. The lock is only held for an append.
 _LOCK = threading.Lock()
 
 
@@ -54,7 +54,7 @@ class Tap(ABC):
     """Base class of hooks on modules that pass each tensor to a receiver while the tap is attached.
 
     A tap is a context manager. On exit, including after an exception, all its hooks are removed from modules and
-    tensors. Attaching again is cheap, so a tap is attached only for recorded steps and has no overhead on the others.
+    tensors. Attaching again is cheap, so a tap is attached only for recorded steps and has no overhead in other steps.
 
     Args:
         modules: The modules by name.
@@ -72,9 +72,9 @@ class Tap(ABC):
             backward pass of the model and names the module.
 
     Note:
-        Values, gradients, random numbers and the autograd graph of the model do not change. Nothing of a step is kept
-        alive. Several models may be trained in separate threads. Compiled modules and functions run eagerly while a tap
-        is attached, since hooks on compiled code never run.
+        Values, gradients, random numbers and the autograd graph of the model do not change. The tap keeps no tensor of
+        a step alive. Several models may be trained in separate threads. Compiled modules and functions run eagerly
+        while a tap is attached, since hooks on compiled code never run.
     """
 
     _during_backward: ClassVar[bool] = False
@@ -99,24 +99,24 @@ class Tap(ABC):
         self._hooked = False
         self._stance = EagerStance()
         self._handles: list[RemovableHandle] = []
-        self._hooks_on_modules: list[RemovableHandle] = []  # used if compiled code stays compiled, else in _handles
+        self._hooks_on_modules: list[RemovableHandle] = []  # used if compiled code stays compiled
         self._thread = 0
         self.compiled_calls: set[str] = set()
         """The names of compiled functions that were called while the hooks were attached and ``eager`` was false."""
         self.traced: Collection[nn.Module] = ()
-        """Modules that are recorded inside compiled code, whose calls ``compiled_calls`` leaves out."""
+        """Modules that are recorded inside compiled code. Their calls are not in ``compiled_calls``."""
         self.eager = True
         """Run compiled code eagerly while the hooks are attached."""
         self.stopwatch: Stopwatch | None = None
         """The stopwatch that measures the time inside the hooks, or None."""
         self.fast_path: Callable[[Site, Tensor], bool] | None = None
-        """A fast path that is tried before ``receive`` with a plain tensor that is not detached. It processes the
-        tensor without any torch operation and returns True, or returns False to fall back to ``receive``."""
+        """A fast path that is tried before ``receive``, with a plain tensor that is not detached. It either processes
+        the tensor without any torch operation and returns True, or returns False to fall back to ``receive``."""
         self.called: set[str] = set()
         """The names of the modules whose hooks were called; may be cleared."""
         self.per_call = False
-        """Keep the calls of a module apart: the paths of its n-th call since :meth:`attach` end with ``#n``. The number
-        of a gradient is that of the call in the forward pass."""
+        """Keep the calls of a module apart: the paths of its n-th call since :meth:`attach` end with ``#n``. A gradient
+        has the number of the forward call."""
         self._calls: dict[str, int] = {}  # the number of the last call of each module
         self._open: dict[tuple[int, str], list[int]] = {}  # the calls in progress by thread and module, innermost last
         self._ignored: set[str] = set()
@@ -204,9 +204,9 @@ class Tap(ABC):
         return leave
 
     def pause(self) -> None:
-        """Stop recording until the next :meth:`attach`, but leave the hooks registered, such as between recorded steps.
+        """Stop recording until the next :meth:`attach`, but leave the hooks registered.
 
-        Registering hooks has more overhead than calling them without effect.
+        Between recorded steps, calling hooks without effect has less overhead than registering them again.
         """
         self._attached = False
 
@@ -247,10 +247,10 @@ class Tap(ABC):
             handle.remove()
 
     def _guarded(self, name: str, site: Site | None, function: Callable[..., None], *args: Any) -> None:
-        """Call a function from a hook, if the hook may record, so that its errors do not reach the model.
+        """Call a function from a hook, if the hook may record, and keep its errors from the model.
 
-        The fast path is tried for ``site``, that of the last argument, if it is a plain tensor, because most of the
-        overhead of a hook is in the call of the function; ``None`` for no fast path.
+        Most of the overhead of a hook is in the call of the function. If the last argument is a plain tensor, the fast
+        path is tried first. ``site`` is the site of this tensor, or ``None`` for no fast path.
         """
         if not self._attached or name in self._ignored or in_transform() or is_paused():
             return
@@ -258,11 +258,11 @@ class Tap(ABC):
         if site is not None and self.fast_path is not None and watch is None and self._condition is None:
             try:
                 if type(args[-1]) is Tensor:
-                    # The mode that observes functions would be called for each property of the tensor that is read.
+                    # Without this, reading each property of the tensor would call the active function mode.
                     with without_functions():
                         if self.fast_path(site, args[-1]):
                             return
-            except Exception:  # noqa: BLE001 - the function raises the same error again, and it is reported then
+            except Exception:  # noqa: BLE001 - the function below raises the same error, which is then reported
                 pass
         started = None if watch is None else watch.start()
         try:
@@ -290,7 +290,7 @@ class Tap(ABC):
         self._calls[name] = self._calls.get(name, 0) + 1
 
     def _begin_call(self, name: str) -> None:
-        """Count a call that is in progress until :meth:`_end_call`."""
+        """Count a call, which is in progress until :meth:`_end_call`."""
         self._count_call(name)
         self._open.setdefault((threading.get_ident(), name), []).append(self._calls[name])
 
@@ -301,7 +301,7 @@ class Tap(ABC):
             calls.pop()
 
     def _suffix(self, name: str) -> str:
-        """Return the end of the paths in the current call of a module, empty in the first call."""
+        """Return the suffix of paths in the current call of a module, such as ``#2``; empty in the first call."""
         if not self.per_call:
             return ""
         calls = self._open.get((threading.get_ident(), name))
@@ -312,7 +312,7 @@ class Tap(ABC):
         if self._condition is not None and not self._condition():
             return
         for path, tensor in tensors:
-            # The values of a tensor inside a functorch transform cannot be read here.
+            # The values of a tensor inside a functorch transform cannot be read.
             if not is_transformed(tensor):
                 try:
                     self._receive(Site(name, path), without_class(tensor).detach())
@@ -375,9 +375,9 @@ class TapHook(ModuleHook):
 
 
 class _CallHook(ModuleHook):
-    """A hook that tells its tap that a call of a module begins or ends, so that each call has a number.
+    """A hook that notifies its tap of the begin or end of a module call, so that each call has a number.
 
-    A call is counted when it begins, because it may raise, or call the same module again.
+    A call is counted when it begins, because it may raise or call the same module again.
     """
 
     def __init__(self, tap: Tap, name: str, *, ends: bool) -> None:

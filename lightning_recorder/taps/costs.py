@@ -26,7 +26,7 @@ __all__ = ["CostTap"]
 
 
 class _OutputGradients(OutputGradientTap):
-    """Gradients of outputs, whose hooks another tap registers in its own hook, so that their time does not count."""
+    """A tap of output gradients. The hook of another tap registers its hooks, so that their time is not measured."""
 
     @override
     def _register(self, name: str, module: nn.Module) -> None:
@@ -34,7 +34,7 @@ class _OutputGradients(OutputGradientTap):
 
 
 class _InputGradients(InputGradientTap):
-    """Gradients of inputs, likewise."""
+    """A tap of input gradients, whose hooks are registered like those of :class:`_OutputGradients`."""
 
     @override
     def _register(self, name: str, module: nn.Module) -> None:
@@ -50,9 +50,9 @@ class _Forward:
     """The sequence number of the first node that the call can create."""
     began: Started
     hooks_ms: float = 0.0
-    """The time of the hooks of calls inside this one."""
+    """The hook time of nested calls, which is subtracted."""
     saved: int | None = 0
-    """The bytes that the calls inside keep; None if they could not be counted."""
+    """The bytes saved by nested calls; None if they could not be counted."""
     allocated: int = 0
 
 
@@ -63,7 +63,7 @@ class _Backward:
     began: Started | None = None
     ended: Started | None = None
     parameters: Started | None = None
-    """The time of the last gradient of a parameter of the module or of those inside it."""
+    """The time of the last gradient of a parameter of the module or its submodules."""
 
 
 @dataclass
@@ -74,28 +74,28 @@ class _Thread:
 
 
 class CostTap(GradientTap):
-    """Passes on the costs of each call of the modules, as tensors of one number on the CPU.
+    """Records the time and memory of each module call, as CPU tensors with one number.
 
     The paths are:
 
-    - ``forward_ms``: the time of the call, with all calls inside it and without the hooks of this tap;
-    - ``backward_ms``: the time from the first gradient of an output to the last one of an input. For a module whose
-      inputs need no gradient, it ends with the last gradient of its parameters;
-    - ``saved_bytes``: the memory that the operations of the call keep for the backward pass, without parameters and
-      buffers of the modules, and without what an earlier call keeps already;
-    - ``allocated_bytes``: on a GPU, the largest allocated memory at the beginning or end of the call and of those
-      inside it.
+    - ``forward_ms``: the time of the call, including nested calls and excluding the hooks of this tap;
+    - ``backward_ms``: the time from the first output gradient to the last input gradient. For a module whose inputs
+      need no gradient, it ends with the last gradient of the module's parameters;
+    - ``saved_bytes``: the memory that the operations of the call save for the backward pass, excluding parameters,
+      buffers and tensors that an earlier call has already saved;
+    - ``allocated_bytes``: on a GPU, the largest allocated memory at the beginning or end of the call or of a nested
+      call.
 
-    Times on a GPU are those between two events in its stream. They are passed on when the tap is paused or removed,
-    which waits for the GPU. Calls that a checkpoint repeats are part of the backward pass, and save nothing. Calls in
-    compiled code are not measured.
+    Times on a GPU are measured between two events in its stream. They are recorded when the tap is paused or removed,
+    which waits for the GPU. Calls that a checkpoint recomputes are part of the backward pass, and save no memory. Calls
+    in compiled code are not measured.
 
     Args:
         modules: See :class:`~lightning_recorder.taps.Tap`.
-        receive: Likewise.
-        condition: Likewise.
-        strict: Likewise.
-        clock: The clock of the host, in seconds.
+        receive: See :class:`~lightning_recorder.taps.Tap`.
+        condition: See :class:`~lightning_recorder.taps.Tap`.
+        strict: See :class:`~lightning_recorder.taps.Tap`.
+        clock: A function that returns the host time in seconds.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
@@ -170,7 +170,7 @@ class CostTap(GradientTap):
     def _register(self, name: str, module: nn.Module) -> None:
         begin, end = TapHook(self, name, self._begin), TapHook(self, name, self._end)
         self._keep(hookable(module).register_forward_pre_hook(begin, with_kwargs=True))
-        # Before the hooks of other recorders, whose time would count. Also called if the module raises.
+        # Runs before the hooks of other recorders, so that their time does not count. Also called if the module raises.
         self._keep(hookable(module).register_forward_hook(end, prepend=True, always_call=True))
 
     def _of_thread(self) -> _Thread:
@@ -198,7 +198,7 @@ class CostTap(GradientTap):
         self._inputs_of_calls._leave_call(name, module, args, output)
         self._outputs._record(name, module, args, output)
         found = tuple(self._tensors(name, output, "out"))
-        if found:  # otherwise the module has raised
+        if found:  # empty if the module has raised
             self._count_saved(call, [tensor for _, tensor in found], thread.counted)
             if call.began.event is None:
                 self._give(name, "forward_ms", max(0.0, elapsed_ms(call.began, ended) - call.hooks_ms))
@@ -218,7 +218,7 @@ class CostTap(GradientTap):
         return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
 
     def _count_saved(self, call: _Forward, outputs: list[Tensor], counted: set[int]) -> None:
-        """Add the memory that the nodes of a call keep, but for those of the calls inside it, which have counted it."""
+        """Add the memory that the nodes of a call keep. Nodes of nested calls have been counted already."""
         roots = [each.grad_fn for each in outputs if each.grad_fn is not None]
         made = sequence_number() - call.first
         if call.saved is None or not roots or not made:
@@ -252,7 +252,7 @@ class CostTap(GradientTap):
                 call.parameters = now
 
     def _settle(self) -> None:
-        """Pass on the times that are known only now."""
+        """Record the times that are only known now."""
         if not self._attached:
             return
         for (name, _), call in self._backward.items():
@@ -272,12 +272,12 @@ class CostTap(GradientTap):
 
 
 def _call_of(site: Site) -> Site:
-    """Return the module and the number of the call that a gradient belongs to."""
+    """Return the module name and the call number of a gradient, which identify its module call."""
     return Site(site.name, site.path.partition("#")[2])
 
 
 def _nodes_since(roots: list[Node], first: int) -> Iterator[Node]:
-    """Yield the nodes behind some others that were created since a sequence number."""
+    """Yield the nodes reachable from the roots that were created since a sequence number."""
     seen: set[Node] = set()
     todo = [each for each in roots if sequence_number_of(each) >= first]
     while todo:

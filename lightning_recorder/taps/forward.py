@@ -21,8 +21,8 @@ class InputTap(Tap):
     Args:
         modules: The modules by name.
         receive: The receiver, as for :class:`~lightning_recorder.taps.Tap`.
-        after: Record the arguments after the module has returned, in their state at that time. After an in-place
-            module they contain its results. Nothing is recorded if the module raises.
+        after: Record the arguments in their state after the module has returned. If the module changes an argument in
+            place, the changed values are recorded. Nothing is recorded if the module raises.
         condition: The condition, as for :class:`~lightning_recorder.taps.Tap`.
         strict: The error handling, as for :class:`~lightning_recorder.taps.Tap`.
 
@@ -62,7 +62,7 @@ class InputTap(Tap):
 
 
 class _InputHook(TapHook):
-    """A hook that also passes its tap the argument of the call, if it is the only one, for the fast path."""
+    """A hook that also passes the argument of the call to its tap for the fast path, if there is only one argument."""
 
     @override
     def __call__(
@@ -95,9 +95,9 @@ class OutputTap(Tap):
 
 
 class ParameterTap(Tap):
-    """Records the parameters of the modules at each call, with the values that the call used.
+    """Records the parameters of the modules at each call, with their values in this call.
 
-    Parameters of submodules do not belong to a module, except for submodules that it never calls: lists and
+    Parameters of submodules do not belong to a module, except for submodules that the module never calls: lists and
     dictionaries of parameters, parametrizations from ``torch.nn.utils.parametrize``, and the projection of
     ``nn.MultiheadAttention``. A parameter that two modules share is recorded for both.
 

@@ -1,4 +1,4 @@
-"""Base classes of taps and hooks for gradients, with a limit on the graph nodes they visit; a tap for parameters."""
+"""Base classes of gradient taps and hooks, with a limit on visited graph nodes, and a tap for parameter gradients."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ _MOST_NODES = 20_000
 # Counting the live nodes takes time, so after a refusal the next count waits for this many requests.
 _REFUSALS = 1000
 
-# The code that runs a node which is written in Python, such as that of a reentrant checkpoint.
+# The code that runs an autograd node written in Python, such as the node of a reentrant checkpoint.
 _NODE = BackwardCFunction.apply.__code__
 
 Hook = TypeVar("Hook", bound="GradientHook")
 
 
-_LEAST_REFERENCES = 64  # that are kept before the dead ones are dropped
+_LEAST_REFERENCES = 64  # number of references from which dead references are dropped
 
 
 class _GraphNodeLimit:
-    """A counter of visited nodes that drops them when their graph is freed.
+    """A counter of visited nodes of live graphs. Nodes of freed graphs no longer count.
 
     All taps share one counter, because they visit the same graph.
     """
@@ -79,11 +79,11 @@ class _GraphNodeLimit:
         with self._lock:
             self._visited.append((reference, nodes))
             self._count += nodes
-            if len(self._visited) >= self._most:  # references that are dead must not become more with each fit
+            if len(self._visited) >= self._most:  # dead references must not accumulate over several fits
                 self._forget()
 
     def _forget(self) -> None:
-        """Drop the nodes of graphs that are freed."""
+        """Drop the nodes of freed graphs."""
         self._visited = [each for each in self._visited if each[0]() is not None]
         self._count = sum(number for _, number in self._visited)
         self._most = max(_LEAST_REFERENCES, 2 * len(self._visited))
@@ -111,8 +111,8 @@ class GradientTap(Tap):
     ) -> None:
         super().__init__(modules, receive, condition=condition, strict=strict)
         self.without_gradient: set[str] = set()
-        """The names of modules with a call in which none of its output tensors (for input gradients: of its input
-        tensors) required a gradient; may be cleared."""
+        """The names of modules with a call in which no output tensor (for input gradients: no input tensor) required a
+        gradient; may be cleared."""
         self.changed_in_place: set[str] = set()
         """The names of modules that returned a view whose gradient is unknown because the view was changed in place;
         may be cleared."""
@@ -141,7 +141,7 @@ class GradientTap(Tap):
         return False
 
     def _register_on_tensor(self, tensor: Tensor, hook: Hook) -> Hook:
-        """Register a hook on a tensor. A leaf outlives the step, so an equal hook on it is reused.
+        """Register a hook on a tensor. A leaf outlives the step, so an equal hook on a leaf is reused.
 
         Returns:
             The registered hook.
@@ -159,12 +159,12 @@ class GradientTap(Tap):
 
 
 class _CallNumbers:
-    """The numbers of the calls of one module, including those that a checkpoint repeats inside the backward pass.
+    """The numbers of the calls of one module, including calls that a checkpoint repeats inside the backward pass.
 
-    A reentrant checkpoint creates its node before its calls, and repeats the calls in their order while that node runs.
-    So the first repeated call is the first call after the node was created. Nodes are compared by their sequence
-    numbers, which each thread counts on its own. The node of a checkpoint inside another one is created when that one
-    is repeated, on a GPU in the thread of the backward pass, so it is compared with repeated calls only.
+    A reentrant checkpoint creates its node before its calls, and repeats the calls in order while that node runs. So
+    the first repeated call is the first call after the node was created. Nodes are compared by their sequence numbers,
+    which are counted per thread. The node of a nested checkpoint is created while the outer checkpoint is repeated, on
+    a GPU in the thread of the backward pass. So such a node is compared with repeated calls only.
     """
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ class _CallNumbers:
         running = graph_task(), 0 if node is None else sequence_number_of(node)
         last = self._last.get(running)
         self._last[running] = number = self._first_after(running[1]) if last is None else last + 1
-        if not torch.is_grad_enabled():  # perhaps the first pass of a checkpoint inside the repeated one
+        if not torch.is_grad_enabled():  # perhaps the first pass of a checkpoint nested in the repeated checkpoint
             self._begun_again.append((sequence_number(), number))
         return number
 
@@ -199,7 +199,7 @@ class _CallNumbers:
 
 
 def _is_nested() -> bool:
-    """Return True in a backward pass that a node of another one runs in this thread, as reentrant checkpoints do."""
+    """Return True in a backward pass that runs inside another backward pass of this thread, as in a checkpoint."""
     frame, nodes = inspect.currentframe(), 0
     while frame is not None and nodes < 2:
         nodes += frame.f_code is _NODE
@@ -210,8 +210,8 @@ def _is_nested() -> bool:
 class GradientHook:
     """A tensor hook that passes the gradient of one site to its tap."""
 
-    # torch reads this when it pickles the tensor. It means that the hook is left out on purpose, which suppresses the
-    # warning.
+    # torch reads this attribute when it pickles the tensor. It marks the hook as omitted on purpose, so that torch does
+    # not warn.
     __torch_unserializable__ = True
 
     def __init__(self, tap: GradientTap, name: str, path: str) -> None:
@@ -225,7 +225,7 @@ class GradientHook:
 
     def __call__(self, grad: Tensor | None) -> None:
         """Pass the gradient to the tap."""
-        # torch calls the hook of an output that does not contribute to the loss with None.
+        # torch passes None to the hook of an output that does not contribute to the loss.
         if grad is not None:
             GRAPH_NODE_LIMIT.expect_less()
             self.tap._guarded(self.site.name, self.site, self._record, grad)
@@ -235,7 +235,7 @@ class GradientHook:
 
 
 class Total:
-    """The sum of the parts of a gradient that one backward pass has computed so far."""
+    """A gradient that is accumulated from its parts during one backward pass."""
 
     def __init__(self) -> None:
         self._task = -1
@@ -243,7 +243,7 @@ class Total:
 
     def add(self, part: Tensor) -> None:
         """Add a part of the gradient."""
-        # Parts that remain from a backward pass that raised do not belong to this one.
+        # Discard parts that remain from a backward pass that raised.
         if self._task != graph_task():
             self._task, self._sum = graph_task(), None
         # Adding a dense tensor to a sparse one is not supported, only the reverse.
@@ -252,7 +252,7 @@ class Total:
         self._sum = part if self._sum is None else self._sum + part
 
     def take(self) -> Tensor | None:
-        """Return the sum of this backward pass and clear it; ``None`` if there is none."""
+        """Return the sum of this backward pass, or ``None`` if there is none, and clear it."""
         total, self._sum = self._sum, None
         return total if self._task == graph_task() else None
 
@@ -260,8 +260,9 @@ class Total:
 class ParameterGradientTap(GradientTap):
     """Records the gradient that each backward pass adds to the parameters of the modules.
 
-    It is the gradient of that pass alone, on this rank, with the scale of the differentiated loss. In contrast,
-    ``.grad`` is the sum of these gradients since it was last zeroed, and the mean over the ranks after DDP.
+    The recorded gradient is computed by this backward pass alone, on this rank, with the scale of the differentiated
+    loss. In contrast, ``.grad`` is the sum of these gradients since it was last zeroed, and with DDP the mean over the
+    ranks.
     :class:`ParameterTap` defines the parameters that belong to a module. A frozen parameter has no gradient. A
     parameter that is unfrozen while the tap is attached is recorded from the next time the tap is attached.
 

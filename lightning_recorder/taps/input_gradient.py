@@ -1,4 +1,4 @@
-"""A tap for the gradients of module inputs, restricted to the contribution of the module."""
+"""A tap for the gradients of module inputs that flow back through the module."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ _Edge = tuple[Node, int]
 class InputGradientTap(GradientTap):
     """Records the gradient of the loss with respect to each input tensor of the modules, through the module.
 
-    Contributions from other uses of the tensor are excluded: in ``x + branch(x)`` the input of ``branch`` has only the
-    gradient that flows back through ``branch``. Nothing is added to the autograd graph. When the module is called, the
-    tap notes the nodes that produced its inputs. When the module returns, the tap searches the graph from the outputs
-    for the nodes that consume these inputs and registers hooks on them. If several nodes consume one input, the parts
-    of its gradient are summed as the backward pass computes them, and the sum is recorded when the whole gradient of
-    the tensor is complete.
+    Contributions from other uses of the tensor are excluded: in ``x + branch(x)``, the recorded gradient of the input
+    of ``branch`` is only the gradient that flows back through ``branch``. Nothing is added to the autograd graph. When
+    the module is called, the tap notes the nodes that produced its inputs. When the module returns, the tap searches
+    the graph from the outputs for the nodes that consume these inputs, and registers hooks on them. If several nodes
+    consume one input, the parts of its gradient are summed while the backward pass computes them. The sum is recorded
+    when the whole gradient of the tensor is complete.
 
     Note:
-        For a module that returns its input, the recorded gradient is that of the whole tensor with all its uses,
-        because they cannot be separated. A tensor that is passed as two arguments has one gradient, recorded at the
-        first of their paths. The gradient of an input is not found if its results leave the module in another way than
-        through its output, or if another thread computes it. It is also not found for a view that the module changes in
-        place, if the module also receives the base or another view of the base. Checkpointing, repeated backward passes
-        and the removal of the tap are handled as in :class:`~lightning_recorder.taps.OutputGradientTap`.
+        For a module that returns its input, the recorded gradient is the gradient of the tensor over all its uses,
+        because the uses cannot be separated. A tensor that is passed as two arguments has one gradient, recorded at the
+        path of the first argument. The gradient of an input is not found if its results leave the module other than
+        through the output, or if another thread computes them. It is also not found for a view that the module changes
+        in place, if the module also receives the base or another view of the base. Checkpointing, repeated backward
+        passes and the removal of the tap are handled as in :class:`~lightning_recorder.taps.OutputGradientTap`.
 
     Example:
         >>> import torch
@@ -62,7 +62,7 @@ class InputGradientTap(GradientTap):
     @override
     def _register(self, name: str, module: nn.Module) -> None:
         self._keep(hookable(module).register_forward_pre_hook(TapHook(self, name, self._enter_call), with_kwargs=True))
-        # Also called if the module raises, as it does when a recomputation stops early, so that every call is closed.
+        # Also called if the module raises, as a recomputation that stops early does, so that every call is closed.
         leave = TapHook(self, name, self._leave_call)
         self._keep(hookable(module).register_forward_hook(leave, always_call=True))
 
@@ -132,8 +132,8 @@ class InputGradientTap(GradientTap):
         alone = sum(len(each.places) for each in consumers) == 1
         complete = _CompleteHook(self, call.name, taken.path)
         if not alone:
-            # All consumers of a tensor have run when its own gradient is complete. After an in-place operation the
-            # tensor has another node, so the hook goes on the node that produced it, or the base of a view.
+            # When the gradient of a tensor is complete, all its consumers have run. After an in-place operation, the
+            # tensor has another node, so register the hook on the node that produced it, or on the base of a view.
             if _edge(taken.tensor) == edge:
                 complete = self._register_on_tensor(taken.tensor, complete)
             elif any(each.region for each in consumers):
@@ -185,7 +185,7 @@ class _Call:
     views: dict[_Edge, _Base]
     """The base of each input that is a view, by the edge of the input."""
     visited: int = 0
-    """Number of nodes of this call that were already visited for calls inside it."""
+    """Number of nodes of this call that were already visited for nested calls."""
 
 
 class _OpenCalls(threading.local):
@@ -209,7 +209,7 @@ class _OpenCalls(threading.local):
         self.calls = [each for each in self.calls if each.tap.attached]
 
     def close(self, tap: InputGradientTap, name: str, module: nn.Module) -> _Call | None:
-        """Remove and return the innermost call of a module, together with the calls that are still open inside it."""
+        """Remove and return the innermost call of a module. Calls that are still open inside it are removed, too."""
         for place in reversed(range(len(self.calls))):
             call = self.calls[place]
             if call.tap is tap and call.name == name:
@@ -234,11 +234,11 @@ class _CompleteHook(GradientHook):
 
     def __init__(self, tap: InputGradientTap, name: str, path: str) -> None:
         super().__init__(tap, name, path)
-        # The consumer nodes hold the totals, so that a leaf, which keeps this hook, keeps nothing of a step alive.
+        # The consumer nodes hold the totals. A leaf keeps this hook, which must not keep tensors of a step alive.
         self._totals: weakref.WeakValueDictionary[int, Total] = weakref.WeakValueDictionary()
 
     def expect(self, total: Total) -> None:
-        """Register a total to record when the gradient is complete."""
+        """Register a sum to record when the gradient is complete."""
         self._totals[next(_COUNTER)] = total
 
     @override
@@ -251,7 +251,7 @@ class _CompleteHook(GradientHook):
             self.pass_on(total)
 
     def pass_on(self, total: Total) -> None:
-        """Record a total if this backward pass has contributed to it."""
+        """Record a sum if this backward pass has contributed to it."""
         grad = total.take()
         if grad is not None:
             self.tap._pass_on(self.site.name, [(self.site.path, grad)])
@@ -285,7 +285,7 @@ class _ConsumerHook:
 
 
 def _edge(tensor: Tensor) -> _Edge | None:
-    """Return the edge of the autograd graph for a tensor, or ``None`` if it has none."""
+    """Return the edge of the autograd graph for a tensor, or ``None`` if the tensor has no edge."""
     if not tensor.requires_grad:
         return None
     try:
@@ -298,7 +298,7 @@ def _edge(tensor: Tensor) -> _Edge | None:
 
 
 def _views_in(entering: dict[_Edge, _Input]) -> dict[_Edge, _Base]:
-    """Return the bases of the inputs that are views, except bases that are inputs or that have several views here."""
+    """Return the bases of the inputs that are views, except bases that are inputs or have several views as inputs."""
     found: dict[_Edge, _Base] = {}
     for edge, (_, tensor) in entering.items():
         base = base_of(tensor)

@@ -29,9 +29,9 @@ class OutputGradientTap(GradientTap):
 
     The hook is on the output tensor and not on the module: a full backward hook raises if an in-place operation
     follows, ignores dictionaries and dataclasses, and adds a node to the autograd graph that changes the last bits of
-    the gradients. The recorded gradient is that of the tensor, so for an output that is used twice it is the sum over
-    both uses, and for a module that returns its input it is the gradient of the input. It is the gradient with respect
-    to the output as the module returned it, even if an in-place operation changes the output afterwards.
+    the gradients. The recorded gradient is the gradient of the tensor. If an output is used twice, it is the sum over
+    both uses. If a module returns its input, it is the gradient of the input. It is taken with respect to the output as
+    the module returned it, even if an in-place operation changes the output afterwards.
 
     With gradient checkpointing and ``use_reentrant=True`` the graph is built inside the backward pass, and the hooks
     are registered there. If the backward pass runs twice, such as with ``torch.autograd.grad`` for a gradient penalty,
@@ -58,7 +58,7 @@ class OutputGradientTap(GradientTap):
 
     def _record(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         found = tuple(self._tensors(name, output, "out"))
-        # The mode that observes functions would be called for each property of the tensors that is read.
+        # Without this, reading each property of the tensors would call the active function mode.
         with without_functions():
             needing = [(path, tensor) for path, tensor in found if tensor.requires_grad]
             if found and not needing:
@@ -68,7 +68,7 @@ class OutputGradientTap(GradientTap):
                     self._register_on_tensor(tensor, GradientHook(self, name, path))
 
     def _follow(self, site: Site, tensor: Tensor, outputs: list[tuple[str, Tensor]]) -> bool:
-        """Register hooks on a view and its base; return False if the base gradient has no part for the view."""
+        """Register hooks on a view and its base. Return False if the base's gradient does not contain the view's."""
         if tensor.is_leaf or not self._may_visit(NEAR):
             return False
         unshared = is_unshared(tensor, [each for _, each in outputs])
@@ -92,11 +92,11 @@ class _OutputView(View, ABC):
 
     @abstractmethod
     def take_from_view(self, grad: Tensor) -> Tensor | None:
-        """Return the gradient of the original view, if a gradient of the view is all of it."""
+        """Return the gradient of the original view, given a gradient of the view; None if this is only part of it."""
 
     @abstractmethod
     def take_from_base(self, grad: Tensor) -> Tensor | None:
-        """Return the gradient of the original view, given that of the original base, or ``None`` if it is unknown."""
+        """Return the gradient of the original view, given the gradient of the original base; ``None`` if unknown."""
 
 
 class _UnsharedView(_OutputView):
@@ -133,7 +133,7 @@ class _SharedView(_OutputView):
 
     def find_writer(self) -> None:
         """Register a hook on the first in-place operation on the base."""
-        if self._tensor() is not None:  # otherwise the view itself was freed
+        if self._tensor() is not None:  # the view is still alive, so it was changed and not freed
             self._is_replaced = True
             self._tap._guarded(self._site.name, None, self._follow_writer)
 

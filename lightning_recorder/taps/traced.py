@@ -1,4 +1,4 @@
-"""A tap whose hooks torch.compile traces, so that compiled code records without leaving it."""
+"""A tap whose hooks torch.compile traces, so that tensors are recorded inside compiled code."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ class TracedTap(Tap):
     """Records the tensors of modules whose calls are compiled, in the compiled code.
 
     :meth:`install` registers the hooks. torch.compile traces them when it compiles the modules. While the tap is
-    attached, calls run a second graph that records; otherwise they run the same graph as without the tap.
+    attached, calls run a second graph, which records. Otherwise, they run the same graph as without the tap.
 
     Values, gradients and random numbers do not change. Tensors in tuples, named tuples, lists, dictionaries with
-    strings as keys, subclasses of these classes, and dataclasses are recorded, but not those in other containers.
+    string keys, subclasses of these classes, and dataclasses are recorded. Tensors in other containers are not.
 
     Args:
         modules: The modules by name.
         receive: The receiver, as for :class:`~lightning_recorder.taps.Tap`.
         like: The class of the tap that records the same tensors outside of compiled code: ``InputTap``, ``OutputTap``
             or ``OutputGradientTap``.
-        key: A key of the recording. Taps with equal keys are switched together, so that there are fewer graphs. Taps
-            that record other modules need another key, because compiled code stays in use after the tap is gone.
-        others: Further modules whose calls are compiled. Modules of the same class may share compiled code. Hooks on
-            those that are not recorded keep that code apart while the tap is attached.
+        key: A key of the recording. Taps with equal keys are switched together, which reduces the number of graphs.
+            Taps that record different modules need different keys, because compiled code may outlive the tap.
+        others: Other modules whose calls are compiled and that are not recorded. Modules of the same class may share
+            compiled code. Hooks on the other modules prevent this while the tap is attached.
         condition: The condition, as for :class:`~lightning_recorder.taps.Tap`. It is evaluated at run time.
         strict: The error handling, as for :class:`~lightning_recorder.taps.Tap`.
 
     Note:
-        With :attr:`per_call`, the calls of a module are numbered as its tensors arrive. In a backward pass they arrive
-        in another order, so the calls of gradients cannot be kept apart.
+        With :attr:`per_call`, the calls of a module are numbered in the order in which its tensors arrive. In a
+        backward pass, this order differs, so the calls of gradients cannot be kept apart.
 
         Gradients of inputs are not supported, since recording them changes the order in which autograd sums the
-        gradients of a tensor with several uses. The gradient of a returned view is that of its uses after the module
-        has returned it: if the module itself also uses the view, that part is missing.
+        gradients of a tensor with several uses. The gradient of a returned view only includes its uses after the module
+        has returned. If the module itself also uses the view, this part of the gradient is missing.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class TracedTap(Tap):
         if not self._hooked and operators():
             self._hooked = True
             for kind in (_OutputHook, _InputHook):
-                # The hooks of a module that is compiled itself are called outside of its graph.
+                # Hooks on a compiled module itself are called outside of its graph.
                 skip_frames_of(kind.__call__)
             self._visit_eagerly = torch.compiler.disable(_visited)
             for name, module in self.modules.items():
@@ -126,7 +126,7 @@ class TracedTap(Tap):
     def watch(self, tensor: Tensor, receive: Callable[[Tensor], None]) -> None:
         """Pass the gradient of a tensor to a function in the backward pass."""
         handle = tensor.register_hook(receive)
-        if tensor.is_leaf:  # it outlives the step
+        if tensor.is_leaf:  # the tensor outlives the step
             self._leaf_handles.append(handle)
 
     def _release_leaves(self) -> None:
@@ -154,7 +154,7 @@ class TracedTap(Tap):
 
 
 class _TracedHook(ModuleHook):
-    """A hook that calls the operators, both in compiled code and if a stance runs the code eagerly."""
+    """A hook that calls the operators, in compiled code and in code that a stance runs eagerly."""
 
     def __init__(self, tap: TracedTap, name: str, *, is_gradient: bool) -> None:
         self.key = f"|{tap.key}|"
@@ -165,7 +165,7 @@ class _TracedHook(ModuleHook):
         self._name = name
         self._sites: dict[str, Site] = {}
         self.seen: set[str] = set()
-        """The paths that were received in the current call of the module, if its calls are kept apart."""
+        """The paths received in the current call of the module, if calls are kept apart."""
 
     def receive(self, path: str, tensor: Tensor) -> None:
         """Pass a tensor to the tap. Called by the operators."""
@@ -181,7 +181,7 @@ class _TracedHook(ModuleHook):
         self._tap._guarded(self._name, site, self._record, path, tensor)
 
     def _path_of_call(self, path: str) -> str:
-        """Return the path with the number of the call. A path that is received again belongs to the next call."""
+        """Return the path with the number of the call. Receiving a path again starts the next call."""
         if not self.seen or path in self.seen:
             self.seen.clear()
             self._tap._count_call(self._name)
@@ -193,13 +193,13 @@ class _TracedHook(ModuleHook):
         self._tap._pass_on(name, [(path, tensor)])
 
     def watch(self, path: str, tensor: Tensor) -> None:
-        """Register a hook on a tensor that passes its gradient on. Called by the operators."""
+        """Register a hook that passes the gradient of a tensor to the tap. Called by the operators."""
         # A checkpoint repeats forward hooks inside the backward pass.
         if not in_backward():
             self._tap.watch(tensor, partial(self.receive, path))
 
     def visit(self, tensor: Tensor, path: str, given: list[Tensor] | None) -> Tensor:
-        """Record a tensor, or its gradient, and return the tensor to use instead of it."""
+        """Record a tensor or its gradient. Return the tensor that replaces it in the graph."""
         if not self.is_gradient:
             torch.ops.lightning_recorder.receive(self.token, tensor, path)
         elif not (tensor.requires_grad and torch.is_grad_enabled()):
@@ -216,12 +216,12 @@ class _OutputHook(_TracedHook):
     """A forward hook."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        # This is the only condition in the graph of unrecorded steps, and thus their only guard.
+        # In unrecorded steps, this is the only condition in the graph and thus the only guard.
         if not compiled_operators.ACTIVE:
             return None
         if not self.is_recorded or self.key not in compiled_operators.ACTIVE:
             return None
-        # Other uses of a returned input would be summed in another order, so it is not replaced.
+        # Do not replace a returned input, because autograd would sum the gradients of its other uses in another order.
         given = _tensors((args, kwargs)) if self.is_gradient and not getattr(module, "inplace", False) else []
         if torch.compiler.is_compiling():
             return _visited(output, "out", self.visit, given)
@@ -245,7 +245,7 @@ class _InputHook(_TracedHook):
 
 
 def _visited(value: Any, path: str, visit: _Visit, given: list[Tensor] | None = None) -> Any:
-    """Return a nested value with the tensors that ``visit`` returns. The paths are those of ``iter_tensors``.
+    """Return a copy of a nested value with each tensor replaced by ``visit``. Paths are as for ``iter_tensors``.
 
     torch.compile traces this function, so it uses only simple constructs.
     """
@@ -264,7 +264,7 @@ def _visited(value: Any, path: str, visit: _Visit, given: list[Tensor] | None = 
 
 
 def _parts(value: Any) -> list[tuple[str | None, Any]]:
-    """Return the parts of a container and their suffixes, ``None`` for a part that is not recorded."""
+    """Return the entries of a container with their path suffixes; the suffix is ``None`` for an unrecorded entry."""
     kind = type(value)
     if isinstance(value, dict):
         return [(_suffix(key) if isinstance(key, str) else None, part) for key, part in value.items()]

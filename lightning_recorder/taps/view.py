@@ -1,8 +1,8 @@
 """Gradients of views whose memory is modified after a module has returned them.
 
 To autograd, a view becomes a different tensor after an in-place operation on it: the operation becomes a node of the
-*base* of the view, and the node that created the view is bypassed. A hook on the view then only sees the gradient of
-earlier uses. The gradient of the original view is a part of the gradient of the original base.
+*base* of the view, and the node that created the view is bypassed. A hook on the view then only receives the gradient
+of earlier uses. The gradient of the original view is part of the gradient of the original base.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Region(NamedTuple):
 
     @classmethod
     def of(cls, view: Tensor, base: Tensor) -> Region | None:
-        """Return the region, or ``None`` if the gradient of the view cannot be read from that of the base.
+        """Return the region, or ``None`` if the gradient of the base does not contain the gradient of the view.
 
-        It cannot if elements appear several times, as in an expanded tensor, or if the dtype, the conjugate bit or the
-        negative bit differs.
+        This is the case if elements appear several times, as in an expanded tensor, or if the dtype, the conjugate bit
+        or the negative bit differs.
         """
         if type(view) is not Tensor or view.layout != torch.strided or base.layout != torch.strided:
             return None
@@ -75,17 +75,17 @@ class Region(NamedTuple):
 
 
 class _Guard(OrderedDict[int, object]):
-    """A dictionary of tensor hooks that is freed when the tensor gets a different node, as long as it is empty.
+    """An empty dictionary of tensor hooks, which is freed when the tensor gets a different node.
 
-    A view gets a different node when an in-place operation changes it, or when it is used after one. Then torch
-    removes its dictionary of hooks. Nodes also refer to these dictionaries, but only if they contain hooks.
+    A view gets a different node when an in-place operation changes it, or when it is used after such an operation on
+    the base. Then torch removes its dictionary of hooks. Nodes also refer to dictionaries that contain hooks.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
         self._tensor = weakref.ref(tensor)
         self.hooks = hooks_of(tensor)
-        """The dictionary that this one replaces."""
+        """The dictionary that this guard replaces."""
 
     @override
     def __setitem__(self, key: int, hook: object) -> None:
@@ -97,7 +97,7 @@ class _Guard(OrderedDict[int, object]):
 
 
 def guard_of(tensor: Tensor) -> OrderedDict[int, object]:
-    """Return an object that is freed when an in-place operation gives a view a different node, or with the view.
+    """Return an object that is freed with the view, or when an in-place operation gives the view a different node.
 
     Hooks can still be registered on the tensor. After a hook is registered outside :func:`unguarded`, the object is
     freed together with the node.
@@ -126,7 +126,7 @@ def unguarded(tensor: Tensor) -> Iterator[None]:
 class View:
     """A snapshot of a view, which later in-place operations may change.
 
-    It keeps neither the view nor its base alive.
+    The snapshot keeps neither the view nor its base alive.
     """
 
     def __init__(self, region: Region, changes: Tensor) -> None:
@@ -148,7 +148,7 @@ class View:
 
 
 def _overlaps(size: torch.Size, stride: tuple[int, ...]) -> bool:
-    """Return True if elements may share a place in memory."""
+    """Return True if several elements may share a memory address."""
     end = 0
     for step, number in sorted((step, number) for number, step in zip(size, stride, strict=True) if number > 1):
         if step <= end:
@@ -178,11 +178,10 @@ class BaseEdge(NamedTuple):
 
 
 def is_unshared(view: Tensor, outputs: Iterable[Tensor]) -> bool:
-    """Return True if only the view has used its base and nothing else can use it later.
+    """Return True if only the view has used its base and nothing else can use the base later.
 
-    Then the gradient of the base is the gradient of the view. This is the case for the output of ``nn.Linear``: no
-    other tensor and no variable refers to its base, and every operation since the creation of the base is part of the
-    view.
+    Then the gradient of the base is the gradient of the view. An example is the output of ``nn.Linear``: no other
+    tensor and no variable refers to the base, and all operations since the creation of the base lead to the view.
     """
     # The counts depend on how Python makes the call: torch.compile can replace the interpreter's evaluation of frames.
     found, unshared = [_counts_of_base(each) for each in (view, _unshared_view())]
@@ -208,7 +207,7 @@ def _counts_of_base(view: Tensor) -> tuple[int, int]:
 
 
 def _unshared_view() -> Tensor:
-    """Return a view whose base has no other use, the same one at each call."""
+    """Return a view whose base has no other use; the same view at each call."""
     global _UNSHARED  # noqa: PLW0603 - a cache must not keep a view that was made under a mode of the caller
     if _UNSHARED is None:
         view = torch.zeros(1, device="cpu").view(1)
@@ -222,7 +221,7 @@ _UNSHARED: Tensor | None = None
 
 
 def _users_since(edge: BaseEdge, roots: list[Node | None]) -> dict[Node, int]:
-    """Return the nodes created after a base, each with the number of times that other such nodes use it."""
+    """Return the nodes created after a base, each with its number of uses by other such nodes."""
     users = {node: 0 for node in roots if node is not None and sequence_number_of(node) > edge.sequence_number}
     todo = list(users)
     while todo and len(users) <= NEAR:
@@ -250,7 +249,7 @@ def _is_chain(last: Node, edge: BaseEdge, users: dict[Node, int]) -> bool:
 
 
 def writer_of(base: Tensor, edge: BaseEdge) -> tuple[Node, int] | None:
-    """Return the first in-place operation on a base since it had the given edge, and the number of visited nodes.
+    """Return the first in-place operation on a base after the given edge, and the number of visited nodes.
 
     The original base is the first input of the operation. Returns ``None`` if no operation that autograd records has
     written to the base, or if there are too many such operations.

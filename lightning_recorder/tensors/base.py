@@ -27,7 +27,7 @@ FORMAT = "lightning_recorder.recording/1"
 
 
 def save_recording(folder: Path, state: Mapping[str, Any], kind: str) -> None:
-    """Write the result of ``Recorder.state_dict`` beside a folder, with its name and the suffix ``.safetensors``.
+    """Write the result of ``Recorder.state_dict`` to ``<folder>.safetensors``, next to the folder.
 
     Raises:
         OSError: If the file cannot be written.
@@ -46,7 +46,7 @@ def save_recording(folder: Path, state: Mapping[str, Any], kind: str) -> None:
 
 
 def load_recording(folder: Path, kind: str) -> dict[str, Any]:
-    """Return the state that was saved beside a folder.
+    """Return the state saved in ``<folder>.safetensors``.
 
     Raises:
         ArgumentError: If the file was saved by another kind of recorder.
@@ -72,7 +72,7 @@ def _file(folder: Path) -> Path:
 
 
 def _unique(key: str, taken: Mapping[str, Tensor]) -> str:
-    """Return the key, with a suffix if it is taken, since a name with a slash can give the key of another tensor."""
+    """Return the key, with a suffix if it is taken. Two tensors can have the same key if a name contains a slash."""
     while key in taken:
         key += "~"
     return key
@@ -85,11 +85,11 @@ class Recorder:
     """Record tensors of selected modules, separately for each module, with or without a reduction.
 
     :meth:`children`, :meth:`modules` and :meth:`select` register hooks and can be chained. The hooks stay until
-    :meth:`detach` or the end of a ``with`` block; the recorded data remain.
+    :meth:`detach` or the end of a ``with`` block. The recorded data remain.
 
-    The data of a module are those of its single input or output tensor, or a dictionary by path if there are several,
-    such as ``in[0]``, ``in.mask``, ``out.logits``. With a reduction they are its result, ``None`` before the first
-    tensor; without one they are a list of all tensors.
+    With a reduction, the data of a module are its result, or ``None`` before the first tensor. Without a reduction,
+    they are a list of all tensors. If a module has several input or output tensors, the data are a dictionary by path,
+    such as ``in[0]``, ``in.mask``, ``out.logits``.
 
     Args:
         condition: A function without arguments that is called once per module call, or once per gradient. If it returns
@@ -97,27 +97,26 @@ class Recorder:
         reduction: The operation that combines the tensors of a site. A function of two arguments, as for
             ``functools.reduce``; a :class:`~lightning_recorder.reductions.Reduction` or its class; or a
             ``torchmetrics.Metric``, which is computed on each rank separately. By default all tensors are kept in a
-            list. A batch whose number of rows a function cannot combine with its result, such as a smaller last batch,
-            is left out with a warning.
-        data_method: ``"batch"`` to record whole tensors, ``"sample"`` to record the first sample of each, without the
-            batch dimension.
-        max_bytes: The limit in bytes of the lists of all modules together. Tensors that would exceed it are not
+            list. If a function cannot combine a batch with its previous result, because the numbers of rows differ, the
+            batch is skipped with a warning. An example is a smaller last batch.
+        data_method: ``"batch"`` to record whole tensors, ``"sample"`` to record the first sample of each tensor,
+            without the batch dimension.
+        max_bytes: The limit in bytes for the lists of all modules together. Tensors that would exceed the limit are not
             recorded, with a single warning.
-        strict: Raise errors of the condition or the reduction instead of warning once and no longer recording that
-            module.
+        strict: Raise errors of the condition or the reduction, instead of warning once and ignoring the module from
+            then on.
 
     Raises:
         ArgumentError: At construction, if an argument has an invalid value.
-        RecordingError: From the model's forward or backward pass, if ``strict``; names the module.
+        RecordingError: From the model's forward or backward pass, if ``strict``. The message names the module.
 
     Note:
         Training is not changed. Recorded data are on the device of the model, are not part of an autograd graph and
-        share no memory with the model. A list needs the memory of all its tensors. While hooks are registered, compiled
-        code of the process runs eagerly.
+        share no memory with the model. While hooks are registered, all compiled code of the process runs eagerly.
     """
 
     _tap: ClassVar[Callable[..., Tap]]
-    """Makes the tap for the tensors that the recorder records."""
+    """Creates the tap, which determines the tensors to record."""
 
     def __init__(
         self,
@@ -155,7 +154,7 @@ class Recorder:
         types: type[nn.Module] | str | Iterable[type[nn.Module] | str] | None = None,
         indices: int | Iterable[int] | None = None,
     ) -> Self:
-        """Record the children of a network, of the given types and at the given positions; by default all.
+        """Record the children of a network. Types and positions restrict the selection.
 
         Args:
             network: The module whose direct children are recorded.
@@ -176,10 +175,10 @@ class Recorder:
         types: type[nn.Module] | str | Iterable[type[nn.Module] | str] | None = None,
         indices: int | Iterable[int] | None = None,
     ) -> Self:
-        """Record a module and all modules inside it, of the given types and at the given positions; by default all.
+        """Record a module and all its submodules. Types and positions restrict the selection.
 
         Args:
-            module: The module that is recorded together with everything below it.
+            module: The module to record together with all its submodules.
             types: As for :class:`~lightning_recorder.Selection`.
             indices: Positions in ``module.modules()``, where the module itself is 0. If types are given too, both must
                 match.
@@ -199,7 +198,7 @@ class Recorder:
             The recorder itself.
 
         Raises:
-            SelectionError: If nothing is selected; the message has the closest names.
+            SelectionError: If nothing is selected. The message has the closest names.
         """
         chosen = selection if isinstance(selection, Selection) else Selection(selection)
         return self._register(chosen.resolve(module))
@@ -226,12 +225,12 @@ class Recorder:
 
     @property
     def failed(self) -> list[str]:
-        """The names of the modules whose recording failed and has stopped; their data are incomplete."""
+        """The names of the modules that are no longer recorded after a failure. Their data are incomplete."""
         return [each.name for each in self.subrecorders if each.tap.failed]
 
     @property
     def handles(self) -> list[Tap]:
-        """Handles that remove a module's hooks: ``handles[0].remove()``. :meth:`remove` also forgets the module."""
+        """Handles to remove the hooks of a module: ``handles[0].remove()``. :meth:`remove` also discards the module."""
         return [each.tap for each in self.subrecorders]
 
     @property
@@ -240,17 +239,17 @@ class Recorder:
         return [each.name for each in self.subrecorders]
 
     def __getitem__(self, index: int | str | slice) -> Any:
-        """Return the data of the module with a position or name, or a list of those of a slice."""
+        """Return the data of a module by position or name, or the list of data for a slice."""
         if isinstance(index, slice):
             return RecordedData(self.subrecorders[index])
         return self.subrecorders[self._position(index)].data
 
     def __setitem__(self, index: int | str | slice, value: Any) -> None:
-        """Replace the data of the module with a position or name, or those of a slice."""
+        """Replace the data of a module by position or name, or of all modules in a slice."""
         RecordedData(self.subrecorders)[index if isinstance(index, slice) else self._position(index)] = value
 
     def __delitem__(self, index: int | str | slice) -> None:
-        """Remove the module with a position or name, or those of a slice, like :meth:`remove`."""
+        """Remove a module by position or name, or all modules in a slice, like :meth:`remove`."""
         places = range(len(self))[index] if isinstance(index, slice) else [self._position(index)]
         for place in sorted(places, reverse=True):
             self.remove(place)
@@ -272,11 +271,11 @@ class Recorder:
         return self.names.index(index)
 
     def samples(self, index: int | str) -> int:
-        """Return the number of recorded samples (rows of the first dimension) of the module with a position or name."""
+        """Return the number of recorded samples (rows of dimension 0) of a module, given its position or name."""
         return self.subrecorders[self._position(index)].samples
 
     def calls(self, index: int | str) -> int:
-        """Return the number of recorded calls of the module with a position or name."""
+        """Return the number of recorded calls of a module, given its position or name."""
         return self.subrecorders[self._position(index)].calls
 
     def iter_samples(self) -> Iterator[int]:
@@ -286,8 +285,8 @@ class Recorder:
     def apply(self, function: Callable[[Any], Any]) -> None:
         """Replace the data of each module, or of each path if there are several, by ``function(data)``.
 
-        The result must suit the reduction if recording is to continue; with a Reduction or a Metric recording cannot
-        continue.
+        To continue recording, the result must be a valid argument of the reduction function. With a Reduction or a
+        Metric, recording cannot continue.
         """
         for each in self.subrecorders:
             each.apply(lambda value, samples: function(value))
@@ -298,7 +297,7 @@ class Recorder:
             each.apply(function)
 
     def remove(self, index: int | str) -> Any:
-        """Remove the hooks of one module and forget it; the positions of later modules decrease by one.
+        """Remove the hooks of one module and discard the module. The positions of later modules decrease by one.
 
         Returns:
             The recorded data of the module.
@@ -315,7 +314,7 @@ class Recorder:
             each.tap.attach()
 
     def detach(self) -> None:
-        """Remove all hooks; the recorded data remain."""
+        """Remove all hooks. The recorded data remain."""
         for each in self.subrecorders:
             each.tap.remove()
 
@@ -327,7 +326,7 @@ class Recorder:
         self.detach()
 
     def reset(self) -> None:
-        """Clear the recorded data and the failures; modules and hooks remain."""
+        """Clear the recorded data and the failures. Modules and hooks remain."""
         for each in self.subrecorders:
             each.reset()
 
@@ -339,7 +338,7 @@ class Recorder:
         """Continue from a saved state.
 
         Raises:
-            ArgumentError: If the state belongs to other modules than those of this recorder.
+            ArgumentError: If the modules of the state are not the modules of this recorder.
         """
         if list(state) != self.names:
             raise ArgumentError(
@@ -349,10 +348,10 @@ class Recorder:
             each.load_state_dict(state[each.name])
 
     def save(self, path: str | Path, mkdir: bool = False, *args: Any, **kwargs: Any) -> None:
-        """Save the data as ``0.pt``, ``1.pt``, … in a folder and, by name, in a safetensors file beside the folder.
+        """Save the data as ``0.pt``, ``1.pt``, … in a folder, and as a safetensors file next to the folder.
 
         Each numbered file holds the data of the module at that position, for ``torch.load``. ``<path>.safetensors``
-        holds all data under ``<name>/<path>``, as :meth:`load` reads it, without pickle.
+        holds all data under ``<name>/<path>``, for :meth:`load`, without pickle.
 
         Args:
             path: The folder.
@@ -362,8 +361,8 @@ class Recorder:
 
         Raises:
             FileNotFoundError: If the folder does not exist and ``mkdir`` is False.
-            ArgumentError: If a reduction returned something other than tensors and numbers; the numbered files are
-                complete by then.
+            ArgumentError: If a reduction returned something other than tensors and numbers. The numbered files are
+                complete nevertheless.
         """
         folder = Path(path)
         if mkdir:
@@ -375,13 +374,13 @@ class Recorder:
         save_recording(folder, self.state_dict(), type(self).__name__)
 
     def load(self, path: str | Path) -> None:
-        """Continue from data that :meth:`save` has saved in a folder. The data are loaded on the CPU.
+        """Continue from the data of :meth:`save`. The data are loaded on the CPU.
 
-        The recorder must have the same modules and the same kind of reduction as the saved one.
+        The recorder must have the same modules and the same kind of reduction as the saved recorder.
 
         Raises:
             ArgumentError: If the file belongs to other modules or another kind of recorder.
-            DumpError: If the file beside the folder is damaged or was not written by this package.
+            DumpError: If the safetensors file is damaged or was not written by this package.
             FileNotFoundError: If the file does not exist.
         """
         self.load_state_dict(load_recording(Path(path), type(self).__name__))
@@ -392,7 +391,7 @@ def _chosen(
     types: type[nn.Module] | str | Iterable[type[nn.Module] | str] | None,
     indices: int | Iterable[int] | None,
 ) -> dict[str, nn.Module]:
-    """Return the modules of the given types and at the given positions."""
+    """Return the modules that match the given types and positions."""
     wanted = Selection(types=types, indices=indices)  # checks and normalizes both
     places = wanted.indices if isinstance(wanted.indices, tuple) else None
     beyond = [place for place in places or () if place >= len(modules)]

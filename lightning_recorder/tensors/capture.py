@@ -1,4 +1,4 @@
-"""Copies of the tensors of one step, within a limit of bytes."""
+"""Copies of the tensors of one step, within a size limit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TENSOR_KINDS = tuple(_TAPS)
 """The kinds of module tensors that can be copied."""
 
 
-_KEPT_STEPS = 4  # steps whose memory may be in use at the same time
+_KEPT_STEPS = 4  # number of steps whose copies may exist at the same time
 
 Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
 
@@ -41,8 +41,8 @@ Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
 class BufferPool:
     """A pool of tensors to copy into, which reuses returned tensors.
 
-    The copies of consecutive steps have the same shapes, and on a CPU writing to new memory takes several times as long
-    as the copy itself. Tensors that were not needed for several steps, for example because shapes vary, are freed.
+    The copies of consecutive steps usually have the same shapes. On a CPU, writing to new memory takes several times as
+    long as the copy itself. Tensors that were unused for several steps, for example because shapes vary, are freed.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class BufferPool:
             return torch.empty(kind[0], dtype=dtype, device=device)
 
     def give_back(self, tensors: Iterable[Tensor]) -> None:
-        """Return the tensors of one step to the pool when they are no longer read."""
+        """Return the tensors of one step to the pool. The caller must no longer use them."""
         with self._lock:
             self._given_back += 1
             for tensor in tensors:
@@ -78,10 +78,10 @@ class Captured:
 
     Args:
         tensors: The copies by name, on their original devices. The name is ``<module>/<path>``, with the suffix
-            ``.grad`` for gradients and ``#2``, ``#3``, … for further calls of a module. The number of a gradient is
-            that of the call in the forward pass. If a second backward pass goes through the same call, the name of its
-            gradient ends with ``~2``.
-        left_out: The names of tensors that exceeded the limit of bytes.
+            ``.grad`` for gradients and ``#2``, ``#3``, … for repeated calls of a module. A gradient has the number of
+            the forward call. If a second backward pass goes through the same call, the name of its gradient ends with
+            ``~2``.
+        left_out: The names of tensors that exceeded the size limit.
         unsupported: The names of tensors with a dtype that the file format does not support.
         snapshot: The statistics of the complete, unrounded tensors, if requested.
     """
@@ -99,8 +99,8 @@ class TensorCapture:
         modules: The modules by name.
         kinds: The kinds of tensors, from ``TENSOR_KINDS``.
         samples: The number of leading rows of each tensor to copy; by default all.
-        dtype: The dtype that floating-point tensors are rounded to; by default they are unchanged.
-        max_bytes: The limit in bytes per step; tensors beyond it are left out.
+        dtype: The dtype to which floating-point tensors are rounded; by default they are unchanged.
+        max_bytes: The limit in bytes per step. Tensors beyond the limit are left out.
         statistics: True to compute statistics as well.
         buffers: The pool that provides the memory of the copies.
         strict: Raise errors that occur inside a hook.
@@ -172,7 +172,7 @@ class TensorCapture:
         """Return the copies since the last call and clear them."""
         captured = self._captured
         if self._states is not None:
-            # Copied asynchronously; the reader of the snapshot waits for the device.
+            # The copy is asynchronous. Whoever reads the snapshot waits for the device.
             captured.snapshot = self._states.snapshot(self.modules, "cpu")
             self._states.reset()
         self.drop()
@@ -189,7 +189,7 @@ class TensorCapture:
             self._states.reset()
 
     def _receive(self, kind: str, site: Site, tensor: Tensor) -> None:
-        tensor = getattr(tensor, "to_local", lambda: tensor)()  # the local part of a DTensor
+        tensor = getattr(tensor, "to_local", lambda: tensor)()  # the local shard of a DTensor
         if tensor.device.type == "meta":
             return
         is_gradient = kind.endswith("gradients")
@@ -227,12 +227,12 @@ class TensorCapture:
 
 
 def _plain(name: str) -> str:
-    """Return a module's name in a form that a file can hold."""
+    """Return a module's name in a form that the file format supports."""
     return (name or "(root)").encode("utf-8", "replace").decode("utf-8")
 
 
 def _rows(tensor: Tensor, samples: int | None) -> Tensor:
-    """Return the first rows of a tensor, converted to a dense one."""
+    """Return the first rows of a tensor as a dense tensor."""
     if tensor.is_quantized:
         tensor = tensor.dequantize()
     elif tensor.is_nested:

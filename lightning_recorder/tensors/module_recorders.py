@@ -11,7 +11,7 @@ __all__ = ["BackwardInput", "BackwardOutput", "ForwardInput", "ForwardOutput", "
 
 
 class ForwardPre(Recorder):
-    """Record module inputs as they are before the call.
+    """Record module inputs in their state before the call.
 
     Takes the arguments of :class:`~lightning_recorder.tensors.Recorder`.
 
@@ -31,19 +31,19 @@ class ForwardPre(Recorder):
 
 
 class ForwardInput(Recorder):
-    """Record module inputs as they are after the call.
+    """Record module inputs in their state after the call.
 
     Takes the arguments of :class:`~lightning_recorder.tensors.Recorder`.
 
-    It differs from :class:`ForwardPre` for a module that changes its input in place, and for one that raises: the
-    inputs of the latter are not recorded.
+    The results differ from :class:`ForwardPre` if a module changes its input in place. The inputs of a module that
+    raises are not recorded.
     """
 
     _tap = staticmethod(partial(InputTap, after=True))
 
 
 class ForwardOutput(Recorder):
-    """Record module outputs as they are after the call.
+    """Record module outputs when the module returns.
 
     Takes the arguments of :class:`~lightning_recorder.tensors.Recorder`.
 
@@ -62,11 +62,11 @@ class ForwardOutput(Recorder):
 
 
 class BackwardInput(Recorder):
-    """Record the gradients of module inputs that flow through these modules.
+    """Record the gradients of module inputs that flow back through the modules.
 
     See :class:`~lightning_recorder.taps.InputGradientTap` for the exact definition and
-    :class:`~lightning_recorder.tensors.Recorder` for the arguments. An input that does not require a gradient, such as
-    the batch itself, has none.
+    :class:`~lightning_recorder.tensors.Recorder` for the arguments. Inputs that do not require a gradient, such as the
+    batch itself, are not recorded.
 
     Example:
         >>> import torch

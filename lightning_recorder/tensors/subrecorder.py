@@ -1,4 +1,4 @@
-"""The part of a recorder for one module: its tap and its data."""
+"""The tap and the data of one module in a recorder."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _MISSING = object()
 
 
 class SubRecorder:
-    """The part of a recorder for one module.
+    """A recorder of one module, used by :class:`~lightning_recorder.tensors.Recorder`.
 
     Args:
         name: The module's name, unique in the recorder.
         module: The module.
         make_tap: A function that creates the tap of the module.
-        make_accumulator: A function that creates the accumulator of a tensor that is seen for the first time.
+        make_accumulator: A function that creates the accumulator for a new tensor path.
         empty_data: A function that returns the data of a module before its first tensor.
         first_sample: True to record only the first sample of each tensor.
     """
@@ -54,9 +54,9 @@ class SubRecorder:
 
     @property
     def paths(self) -> dict[str, Any]:
-        """The data by the path of the tensor at the module; see :class:`~lightning_recorder.taps.Site`.
+        """The data by tensor path; see :class:`~lightning_recorder.taps.Site`.
 
-        Assigning to a path replaces its recorded data.
+        Assigning to a path replaces the recorded data of this path.
         """
         return _PathData(self, {path: site.accumulator.value for path, site in self._sites.items()})
 
@@ -64,7 +64,7 @@ class SubRecorder:
     def data(self) -> Any:
         """The data of the only path, or a dictionary by path if the module has several tensors.
 
-        Assigning replaces the data; for several paths, assign a dictionary with a value for each. A value assigned
+        Assigning replaces the data. For several paths, assign a dictionary with a value for each path. A value assigned
         before the first tensor is the initial value of the reduction.
         """
         if not self._sites:
@@ -92,7 +92,7 @@ class SubRecorder:
         """Replace the recorded data of the tensor at a path.
 
         Raises:
-            KeyError: If no tensor was recorded there; names the paths.
+            KeyError: If no tensor was recorded at this path. The message lists the known paths.
         """
         if path not in self._sites:
             hint = did_you_mean(path, self._sites)
@@ -104,7 +104,7 @@ class SubRecorder:
 
     @property
     def samples(self) -> int:
-        """The number of recorded samples: rows of the tensor seen first; a tensor without dimensions counts as one."""
+        """The number of recorded samples: rows of the first recorded tensor. A 0-d tensor counts as one sample."""
         return next(iter(self._sites.values())).samples if self._sites else 0
 
     @property
@@ -118,7 +118,7 @@ class SubRecorder:
             site.accumulator.replace(function(site.accumulator.value, site.samples))
 
     def reset(self) -> None:
-        """Clear the recorded data and the failure; the hooks remain."""
+        """Clear the recorded data and the failure. The hooks remain."""
         self.tap.revive()
         for site in self._sites.values():
             site.accumulator.release()
@@ -140,7 +140,7 @@ class SubRecorder:
             site.accumulator.load_state_dict(saved["state"])
             self._sites[path] = site
 
-    # Validation may run in inference mode; tensors created in it could not be updated outside.
+    # Validation may run in inference mode. Tensors created in this mode could not be updated outside of it.
     @torch.inference_mode(False)
     @torch.no_grad()
     def _receive(self, site: Site, tensor: Tensor) -> None:
@@ -187,8 +187,8 @@ def _refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
 class RecordedData(list[Any]):
     """The data of several modules, as a list with assignable entries.
 
-    Assigning to an entry or a slice replaces the recorded data of the module. The number of entries is fixed. A copy,
-    pickled or not, is a plain list.
+    Assigning to an entry or a slice replaces the recorded data of these modules. The number of entries is fixed. Copies
+    and pickles are plain lists.
     """
 
     def __init__(self, subrecorders: Iterable[SubRecorder]) -> None:
@@ -231,7 +231,7 @@ class _PathData(dict[str, Any]):
             self[path] = value
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        # torch.load(weights_only=True) can reconstruct an OrderedDict, but not a plain dictionary by a call.
+        # torch.load(weights_only=True) allows a call that creates an OrderedDict, but not one that creates a dict.
         return OrderedDict, (), None, None, iter(list(self.items()))
 
     __delitem__ = __ior__ = clear = pop = popitem = setdefault = _refuse

@@ -1,4 +1,4 @@
-"""Module calls of one run: their labels, comparison, observation and recorded outputs."""
+"""The module calls of one run: labels, comparison, observation and recorded outputs."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ __all__ = [
 ]
 
 Label = tuple[int, int]
-"""A pair of the depth of a module's name, 0 for the root, and the position of a call among those at its depth, from 1.
+"""A pair ``(depth, idx)``: the depth of a module's name, 0 for the root, and the position of a call among all calls at
+this depth, starting at 1.
 """
 
 Postprocessor = Callable[[Any], Any]
 """A function that takes a module's output and returns a replacement, or ``None`` to leave it unchanged."""
 
-# The maximum number of calls of each kind in a message: a net that took another branch may differ in hundreds.
+# The maximum number of calls of each kind in a message. If a net takes another branch, hundreds of calls may differ.
 _SHOWN = 8
 
 
@@ -57,21 +58,21 @@ class Call(NamedTuple):
     name: str
     """The module's name."""
     number: int
-    """The ordinal of the call among those of this module in the run, from 1; 0 for a container, which is not called."""
+    """The number of the call among all calls of this module in the run, starting at 1; 0 for an uncalled container."""
 
     def __str__(self) -> str:
         return repr(self.name) if self.number == 1 else f"{self.name!r} (call {self.number})"
 
 
 def label_calls(calls: Iterable[Call], last_names: Mapping[str, str] = MappingProxyType({})) -> dict[Label, Call]:
-    """Label the calls of a run, given in the order in which they began, as torchinfo does.
+    """Label the calls of a run as torchinfo does. The calls are given in the order in which they began.
 
-    A module that is not called itself, such as a ``ModuleList``, has a label too, before the calls of its contents. It
-    is labeled again if calls of other modules at its depth or above came in between. So is a called module before a
-    call of one of its contents that another module makes.
+    A module that is not called itself, such as a ``ModuleList``, gets a label before the calls of its contents. It is
+    labeled again if calls of other modules at its depth or above came in between. Likewise, a called module is labeled
+    again before a call of its contents by another module.
 
-    ``last_names`` has the last name of each shared module by its first one. It decides on the depth and on the modules
-    around it.
+    ``last_names`` maps the first name of each shared module to its last name, which determines the depth and the parent
+    modules.
 
     Example:
         >>> label_calls([Call("", 1), Call("stem", 1), Call("blocks.0", 1), Call("head", 1)])
@@ -81,7 +82,7 @@ def label_calls(calls: Iterable[Call], last_names: Mapping[str, str] = MappingPr
     counts: Counter[int] = Counter()
     labels = {}
     first_names = {last: first for first, last in last_names.items()}
-    path = [""]  # the labeled modules around the latest call, by depth
+    path = [""]  # the labeled modules that enclose the latest call, by depth
     for call in calls:
         last_name = last_names.get(call.name, call.name)
         parts = last_name.split(".") if last_name else []
@@ -96,7 +97,7 @@ def label_calls(calls: Iterable[Call], last_names: Mapping[str, str] = MappingPr
 
 
 def last_names(net: nn.Module) -> dict[str, str]:
-    """Return the last name of each module that has several names, by its first one.
+    """Return a mapping from the first to the last name of each module that has several names.
 
     Example:
         >>> act = nn.ReLU()
@@ -112,7 +113,7 @@ def last_names(net: nn.Module) -> dict[str, str]:
 
 
 def differences(labels: Mapping[Label, Call], calls: Sequence[Call]) -> str | None:
-    """Describe the differences between the calls of a run and the labeled ones, or return ``None`` if there are none.
+    """Describe the differences between the calls of a run and the labeled calls. Return ``None`` if they are equal.
 
     Example:
         >>> differences({(0, 1): Call("", 1), (1, 1): Call("a", 1)}, [Call("", 1), Call("b", 1)])
@@ -154,7 +155,7 @@ class CallWatch:
     """Observe the module calls of this thread while the context is active.
 
     A call that ``torch.utils.checkpoint`` repeats inside a backward pass is not counted again. Compiled modules run
-    eagerly meanwhile, because hooks on compiled code never fire.
+    eagerly while the context is active, because hooks on compiled code never fire.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -172,7 +173,7 @@ class CallWatch:
         """Handle the start of a call."""
 
     def end(self, call: Call, output: Any) -> Any:
-        """Handle the end of a call that did not raise; return a replacement output, or ``None`` to keep the output."""
+        """Handle the end of a call that did not raise. Return a replacement output, or ``None`` to keep the output."""
         return None
 
     @property
@@ -194,7 +195,7 @@ class CallWatch:
                 self._handles.append(hookable(module).register_forward_pre_hook(before, with_kwargs=True))
                 self._handles.append(hookable(module).register_forward_hook(after, with_kwargs=True, always_call=True))
             if scripts:
-                # These modules accept no hooks with keyword arguments. Global hooks see their calls.
+                # TorchScript modules accept no hooks with keyword arguments, so observe their calls by global hooks.
                 begin, end = _ScriptHook(self, scripts, self._before), _ScriptHook(self, scripts, self._after)
                 self._handles.append(register_module_forward_pre_hook(begin))
                 self._handles.append(register_module_forward_hook(end, always_call=True))
@@ -226,13 +227,13 @@ class CallWatch:
     def _after(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None, output: Any) -> Any:
         of_call = (each for each in reversed(self._open) if each.kwargs is kwargs and each.call.name == name)
         found = next(of_call, None)
-        # The start of the call was not seen because another hook raised before.
+        # The start of the call was missed because another hook raised first.
         if found is None:
             return None
         while self._open.pop() is not found:
             pass
-        # This hook also runs after a forward that raised, which the net may catch. That exception is then being
-        # handled, and was not when the call began.
+        # This hook also runs if the forward raised an exception, which the net may catch. Then the exception being
+        # handled differs from the one at the start of the call.
         if sys.exc_info()[1] is not found.handled:
             return None
         self.ended.append(found.call)
@@ -240,7 +241,7 @@ class CallWatch:
 
 
 class _CallHook(ModuleHook):
-    """A hook of a watch on one module."""
+    """A hook of a :class:`CallWatch` on one module."""
 
     def __init__(self, watch: CallWatch, name: str, see: Callable[..., Any]) -> None:
         self._watch = watch
@@ -248,12 +249,12 @@ class _CallHook(ModuleHook):
         self._see = see
 
     def __call__(self, module: nn.Module, *seen: Any) -> Any:
-        # Another thread may have fetched the hook before its removal, and may call it without the keyword arguments.
+        # Another thread may call the hook after its removal, and without keyword arguments.
         return self._see(self._name, *seen) if self._watch._watching else None
 
 
 class _ScriptHook(ModuleHook):
-    """A global hook of a watch, for the TorchScript modules of the net."""
+    """A global hook of a :class:`CallWatch`, for the TorchScript modules of the net."""
 
     def __init__(self, watch: CallWatch, names: Mapping[int, str], see: Callable[..., Any]) -> None:
         self._watch = watch
@@ -266,7 +267,7 @@ class _ScriptHook(ModuleHook):
 
 
 class SavedOutput:
-    """A tensor as it was when a hook saw it."""
+    """The state of a tensor at the time when a hook received it."""
 
     def __init__(self, tensor: Tensor, version: int | None, copy: Tensor) -> None:
         self._tensor = tensor
@@ -276,13 +277,13 @@ class SavedOutput:
     @classmethod
     def of(cls, tensor: Tensor) -> SavedOutput:
         """Save the current state of a tensor."""
-        # Autograd is on in any mode, so that the copy requires a gradient exactly if the tensor does.
+        # Enable autograd in any mode, so that the copy requires a gradient exactly if the tensor does.
         with pause_recording(), torch.enable_grad():
             return cls(tensor, version_of(tensor), tensor.clone())
 
     @property
     def value(self) -> Tensor:
-        """The tensor itself if it has not been modified since, else the copy."""
+        """The tensor itself if it has not been modified since, otherwise the copy."""
         unchanged = self._saved_version is not None and version_of(self._tensor) == self._saved_version
         return self._tensor if unchanged else self._copy
 
@@ -292,7 +293,7 @@ class SavedOutput:
 
 
 class OutputRecorder(CallWatch):
-    """A watch of one recorded forward pass."""
+    """Observe the module calls of one forward pass, and record and postprocess outputs."""
 
     def __init__(
         self,
@@ -326,7 +327,7 @@ class OutputRecorder(CallWatch):
         warn(f"RecordedNet ignores {describe_unknown(name, path, value, error)}")
 
     def _saved(self, tensor: Tensor) -> SavedOutput:
-        # A parent often returns its last child's output: one copy serves both.
+        # A parent often returns the output of its last child. They share one copy.
         saved = self._latest.get(id(tensor))
         if saved is None or not saved.matches(tensor):
             saved = self._latest[id(tensor)] = SavedOutput.of(tensor)
@@ -339,7 +340,7 @@ def run_without_trace(
     """Run the net once in its current mode, without autograd, and restore everything afterwards, even if it raises.
 
     Raises:
-        RecordingError: If the net raises; names the module that raised.
+        RecordingError: If the net raises. The message names the module that raised.
     """
     with pause_recording():
         copies = own_copies({**dict(enumerate(args)), **kwargs})
@@ -357,7 +358,7 @@ def run_without_trace(
 
 
 def _raised_in(error: BaseException, modules: Mapping[str, nn.Module]) -> tuple[nn.Module, str] | None:
-    """Return the innermost module in whose method an error was raised and its description, or ``None``."""
+    """Return the innermost module with a method that raised the error, and its description; or ``None``."""
     names = {id(module): name for name, module in modules.items()}
     found = None
     trace = error.__traceback__

@@ -33,7 +33,7 @@ from lightning_recorder.wrapped.summary import COLUMNS, DEFAULT_COLUMNS, Summary
 __all__ = ["RecordedNet"]
 
 NET = "_net"
-"""The name of the wrapped net in its wrapper."""
+"""The attribute name of the net in its wrapper."""
 
 
 def _renamed(keys: Iterable[str], old: str, new: str) -> dict[str, str]:
@@ -41,11 +41,11 @@ def _renamed(keys: Iterable[str], old: str, new: str) -> dict[str, str]:
 
 
 def remove_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
-    """Rename the entries of a state dictionary to the names in the net itself."""
+    """Rename the entries of a state dictionary to their names in the net itself."""
     inner = f"{prefix}{NET}."
     _rename(state_dict, _renamed(state_dict, inner, prefix))
     metadata = getattr(state_dict, "_metadata", {})
-    # Module versions are needed under the net's names by the bare net, and under the original names by a wrapper.
+    # The bare net needs the module versions under the net's names, and a wrapper needs them under the original names.
     for key in [key for key in metadata if f"{key}.".startswith(inner)]:
         metadata[(prefix + f"{key}."[len(inner) :])[:-1]] = metadata[key]
 
@@ -57,8 +57,8 @@ def add_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *othe
     # The state dictionary of scio's wrapper already has the names that torch expects.
     if not all(key.startswith(inner) for key in names) or hasattr(vars(module)["_modules"][NET], NET):
         _rename(state_dict, names)
-    # The module versions saved with a bare net can be read only if load_state_dict was called on the wrapper itself.
-    # Inside another module, torch passes only the metadata below this prefix.
+    # The module versions saved with a bare net are only available if load_state_dict was called on the wrapper itself.
+    # If the wrapper is inside another module, torch only passes the metadata below the prefix of the wrapper.
     metadata = getattr(state_dict, "_metadata", {})
     for key in [key for key in metadata if f"{key}.".startswith(prefix) and not f"{key}.".startswith(inner)]:
         metadata.setdefault((inner + f"{key}."[len(prefix) :])[:-1], metadata[key])
@@ -66,7 +66,7 @@ def add_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *othe
 
 
 def name_as_in_net(module: nn.Module, incompatible_keys: Any) -> None:
-    """Rename missing and unexpected keys like those of the state dictionary."""
+    """Rename missing and unexpected keys to their names in the net itself."""
     inner = vars(module).pop("_prefix", None)
     if inner is None:
         return
@@ -77,7 +77,7 @@ def name_as_in_net(module: nn.Module, incompatible_keys: Any) -> None:
 
 
 def _rename(state_dict: dict[str, Any], names: Mapping[str, str]) -> None:
-    # Pop all entries first: a new name may equal another entry's old name.
+    # Pop all entries first, because a new name may equal another entry's old name.
     entries = {new: state_dict.pop(old) for old, new in names.items()}
     state_dict.update(entries)
 
@@ -90,21 +90,21 @@ _TORCHINFO = {
     "row_settings": "nothing: each row has the name and the label",
     "verbose": "print(RecordedNet(net, …)), without it",
 }
-"""The code to write instead of the other arguments of torchinfo's ``summary``."""
+"""The code to write instead of unsupported arguments of torchinfo's ``summary``."""
 
 
 class RecordedNet(nn.Module):
     """A net with labeled module calls whose outputs can be recorded.
 
-    The net is run once when it is wrapped. Each call of a module gets the label ``(depth, idx)``: the depth of the
-    module's name, 0 for the net itself, and the position of the call among those at that depth, starting at 1. A
-    container that is not called itself, such as a ``ModuleList``, takes a position before the calls of its contents, so
-    that the labels are those of torchinfo. A module that is called several times has several labels. In later runs a
-    call is identified by its module and the number of its earlier calls, never by its position alone. Other modules
-    that are never called, such as the ``out_proj`` of ``nn.MultiheadAttention``, have no label.
+    The net is run once when it is wrapped. Each module call gets the label ``(depth, idx)``: the depth of the module's
+    name, 0 for the net itself, and the position of the call among all calls at this depth, starting at 1. As in
+    torchinfo, a container that is not called itself, such as a ``ModuleList``, has a position before the calls of its
+    contents. A module that is called several times has several labels. In later runs, a call is identified by its
+    module and the number of earlier calls of the module, never by its position alone. Other modules that are never
+    called, such as the ``out_proj`` of ``nn.MultiheadAttention``, have no label.
 
-    The wrapper is an ordinary module: parameters, modes, devices, copies and pickles are those of the wrapped net, and
-    so are the keys of its ``state_dict()``.
+    The wrapper is an ordinary module. Its parameters, modes, devices, copies, pickles and the keys of its
+    ``state_dict()`` are those of the wrapped net.
 
     Args:
         net: The net. It is neither copied nor changed, and has hooks only during a recorded forward pass.
@@ -112,42 +112,41 @@ class RecordedNet(nn.Module):
             created on the device of the net's first parameter or buffer.
         input_data: The input itself, instead of ``input_size``: a tensor, a tuple or list of positional arguments, or a
             dictionary of keyword arguments. The net receives a copy.
-        input_kwargs: Keyword arguments, in addition to either or alone.
-        dtypes: The dtype of the inputs of ``input_size``, or a list with one for each; by default that of the net's
-            first floating-point parameter. Integers and booleans are zeros, floats are random numbers.
-        device: The device of the inputs, which must be the net's; by default those of ``input_data`` stay where they
-            are.
-        depth: The maximum depth of the calls in the table; deeper calls still have labels.
+        input_kwargs: Keyword arguments, alone or in addition to ``input_size`` or ``input_data``.
+        dtypes: The dtype of the inputs of ``input_size``, or a list with one dtype per input; by default the dtype of
+            the net's first floating-point parameter. Integers and booleans are zeros, floats are random numbers.
+        device: The device of the inputs, which must be the net's device. By default, ``input_data`` is not moved.
+        depth: The maximum depth of the calls in the table. Deeper calls still have labels.
         col_names: The columns of the table; see :meth:`Summary.to_text`.
         force_static_flow: Require every run to make the calls of the labeling run in the same order, and warn if the
-            net reads the value of a tensor, which can lead to other calls. If ``False``, other calls may vary, and only
-            the recorded ones are required.
+            net reads the value of a tensor, which can change the calls. If ``False``, only the recorded calls are
+            required, and other calls may vary.
 
     Raises:
         ArgumentError: If no input or both ``input_size`` and ``input_data`` are given, or an argument has an invalid
             value.
-        UnknownArgumentError: If an argument does not exist. The message has the code to write instead of other
-            arguments of torchinfo's ``summary``.
-        RecordingError: If the net raises; the message names the module that raised.
+        UnknownArgumentError: If an argument does not exist. For unsupported arguments of torchinfo's ``summary``, the
+            message has the code to write instead.
+        RecordingError: If the net raises. The message names the module that raised.
 
     Note:
         The labeling run uses the current mode, without autograd, and has no side effects: attributes and buffers of
         modules, training flags and random number generators are restored, the given tensors are not modified, and taps
         and recorders do not see it. There are three exceptions: lazy modules, such as ``nn.LazyLinear``, are
         initialized; values that a forward pass writes into parameters, or into lists and dictionaries of a module,
-        remain; and other hooks are called.
+        remain; hooks of other code are called.
 
     Note:
-        Losses, gradients and buffers equal those of the bare net bit for bit. Each recorded tensor is copied in case it
-        is modified in place later, so recording takes its size once more. Tensors, copies and their autograd graph are
-        kept until the next forward pass starts. Compiled modules run eagerly during a recorded forward pass. In eval
+        Losses, gradients and buffers are bitwise equal to those of the bare net. Each recorded tensor is copied in case
+        it is modified in place later, which doubles its memory. Tensors, copies and their autograd graph are kept until
+        the next forward pass starts. Compiled modules run eagerly during a recorded forward pass. In eval
         mode without autograd, ``nn.TransformerEncoderLayer`` does not use its fused path while it has hooks, so the
         last bits may differ.
 
     Note:
         Recomputations by ``torch.utils.checkpoint`` in the backward pass are not recorded. They are not postprocessed
-        either, since the hooks have been removed by then: do not postprocess inside a checkpointed block, or its
-        gradients are wrong.
+        either, since the hooks have been removed by then. Do not postprocess inside a checkpointed block, because its
+        gradients would be wrong.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3), nn.ReLU())
@@ -221,7 +220,7 @@ class RecordedNet(nn.Module):
                 "depend on it, a run with other calls than the labeled ones raises a FlowError. "
                 "force_static_flow=False requires only the recorded calls."
             )
-        # A call that raised an error caught by the net has not ended.
+        # Calls whose errors the net caught are not among the ended calls.
         ends = {call: place for place, call in enumerate(watch.ended)}
         self._order = sorted(self._calls, key=lambda label: ends.get(self._calls[label], len(ends)))
 
@@ -241,12 +240,12 @@ class RecordedNet(nn.Module):
 
     @property
     def summary(self) -> Summary:
-        """The results of the labeling run as data; ``repr()`` of the wrapper shows them as a table."""
+        """The results of the labeling run as data. ``repr()`` of the wrapper shows them as a table."""
         return self._summary
 
     @property
     def labels(self) -> Mapping[Label, str]:
-        """The module name for each label, in the order in which the calls began."""
+        """The module names by label, in the order in which the calls began."""
         return MappingProxyType({label: call.name for label, call in self._calls.items()})
 
     @property
@@ -262,7 +261,7 @@ class RecordedNet(nn.Module):
 
     @property
     def recorded_params(self) -> dict[str, nn.Parameter]:
-        """The parameters of the recorded modules and of everything below them, each once, by their names in the net."""
+        """The parameters of the recorded modules and their submodules, each once, by their names in the net."""
         recorded = {id(each) for module in self.recorded_modules.values() for each in parameters_of(module)}
         return {name: each for name, each in named_parameters_of(self._net) if id(each) in recorded}
 
@@ -271,15 +270,15 @@ class RecordedNet(nn.Module):
         """The recorded outputs of the latest forward pass, in the order in which the calls ended; read-only.
 
         An output that is not a tensor is returned as a dictionary of its tensors by path, as in
-        ``{"out[0]": ..., "out[1][0]": ...}``. Empty before the first forward pass, after one with ``dont_record=True``
-        and after one that raised. During a forward pass, as in ``activation_postproc``, it has what was recorded so
-        far.
+        ``{"out[0]": ..., "out[1][0]": ...}``. The mapping is empty before the first forward pass, after a forward pass
+        with ``dont_record=True``, and after a forward pass that raised. During a forward pass, as in
+        ``activation_postproc``, it contains the outputs recorded so far.
 
         Note:
-            The tensor is the output itself, so ``torch.autograd.grad(loss, activations[label])`` works, unless it was
-            modified in place since. In that case it is a copy of the original output, differentiable with respect to
+            Each tensor is the output itself, so ``torch.autograd.grad(loss, activations[label])`` works, unless the
+            output was modified in place since. Then it is a copy of the original output, differentiable with respect to
             the net's parameters, but not part of the graph of any loss. Inference tensors are always copies. Writes
-            through ``tensor.data`` are not detected. The choice is made each time this attribute is read.
+            through ``tensor.data`` are not detected. Modifications are checked each time this attribute is read.
         """
         return MappingProxyType(
             {
@@ -289,11 +288,11 @@ class RecordedNet(nn.Module):
         )
 
     def record(self, *labels: Sequence[int] | str) -> None:
-        """Select the calls to record from the next forward pass on, replacing any others; none without arguments.
+        """Select the calls to record from the next forward pass on. This replaces the previous selection.
 
         Args:
-            labels: Labels ``(depth, idx)``, or module names, each for all calls of the module; ``""`` is the net
-                itself. Order and duplicates do not matter.
+            labels: Labels ``(depth, idx)``, or module names, which select all calls of the module. ``""`` is the net
+                itself. Order and duplicates do not matter. Without arguments, nothing is recorded.
 
         Raises:
             ArgumentError: If there is no such label or name. The selection is then unchanged.
@@ -346,17 +345,17 @@ class RecordedNet(nn.Module):
         Args:
             args: The positional arguments of the net.
             activation_postproc: A function that is applied to the output of each recorded call after recording. Its
-                result replaces the output unless it is ``None``. A sequence has one function per recorded call, in the
-                order in which the calls ended in the labeling run; extra functions are ignored.
-            dont_record: Record nothing; outputs are still postprocessed.
+                result replaces the output unless it is ``None``. Or a sequence with one function per recorded call, in
+                the order in which the calls ended in the labeling run. Extra functions are ignored.
+            dont_record: Record nothing. Outputs are still postprocessed.
             kwargs: The keyword arguments of the net.
 
         Returns:
             The output of the net.
 
         Raises:
-            ArgumentError: If ``activation_postproc`` is too short; raised before the net runs.
-            FlowError: If the net made other calls than the labeled ones; raised after the net ran.
+            ArgumentError: Before the net runs, if ``activation_postproc`` is too short.
+            FlowError: After the net has run, if its calls differ from the labeled calls.
 
         Note:
             If there is nothing to record or postprocess, the net is simply called. A forward pass inside a backward
@@ -372,7 +371,7 @@ class RecordedNet(nn.Module):
             return self._net(*args, **kwargs)
         run = self._run
         if torch.compiler.is_compiling():
-            # Compiled code cannot be recorded: a graph break here runs this forward pass eagerly.
+            # Compiled code cannot be recorded, so this graph break makes the forward pass run eagerly.
             run = torch.compiler.disable(run)
         return run(postprocs, keep, args, kwargs)
 
@@ -397,7 +396,7 @@ class RecordedNet(nn.Module):
             called = {call.name for call in labels}
             modules = {name: module for name, module in modules.items() if name in called}
         recording = OutputRecorder(modules, labels, postprocs, keep)
-        if keep:  # a function that postprocesses an output may read what is recorded so far
+        if keep:  # postprocessing functions may read the outputs recorded so far
             self._records = recording.records
         try:
             with recording:
@@ -448,7 +447,7 @@ class RecordedNet(nn.Module):
         return {"depth": self._depth, "recording": self._recording, "col_names": self._columns}
 
     def __getstate__(self) -> dict[str, Any]:
-        # Non-leaf tensors of an autograd graph can be neither copied nor pickled.
+        # Drop the records, because non-leaf tensors can be neither copied nor pickled.
         return {**super().__getstate__(), "_records": {}}  # type: ignore[no-untyped-call]  # torch has no annotations there
 
 

@@ -57,9 +57,9 @@ def _encoder_operations(source: Shape, *args: Any, **kwargs: Any) -> int:
     return _layer_operations(source, source, source) + 2 * 2 * prod(source[:-1]) * prod(linear)
 
 
-_LINEAR = 13  # the place of the weight of the first linear layer behind the input
+_LINEAR = 13  # the position of the first linear layer's weight among the arguments after the input
 
-# Fused operations that torch has no formula for.
+# Fused operations for which torch has no formula.
 _MORE_FORMULAS = {
     getattr(torch.ops.aten, name): formula
     for name, formula in (
@@ -73,12 +73,12 @@ _MORE_FORMULAS = {
 
 
 _TORCH = str(Path(torch.__file__).parent)
-# torch wraps dispatch modes in functions of these files, which keep its compiler away.
+# torch wraps dispatch modes in functions of these files, so that they are not compiled.
 _WRAPPERS = (f"{_TORCH}/_compile.py", f"{_TORCH}/_dynamo/eval_frame.py")
 
 
 def _reading_line() -> list[str]:
-    """Return the line that reads the value of a tensor, unless torch itself does, for example to print the tensor."""
+    """Return the line that reads the value of a tensor; empty if torch itself reads it, for example for printing."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename in _WRAPPERS:
         frame = frame.f_back
@@ -90,7 +90,7 @@ def _reading_line() -> list[str]:
 class OperationCounter(TorchDispatchMode):
     """Count the floating-point operations of this thread with the formulas of torch's ``FlopCounterMode``.
 
-    That mode itself would register hooks on all modules of the process, which other threads call too.
+    ``FlopCounterMode`` itself would register hooks on all modules of the process, including those in other threads.
     """
 
     supports_higher_order_operators = True
@@ -109,14 +109,14 @@ class OperationCounter(TorchDispatchMode):
             self.reads += _reading_line()
         formula = self._formulas.get(packet)
         if formula is None and torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
-            # In inference mode composite operations are not decomposed before dispatch.
+            # In inference mode, composite operations are not decomposed before dispatch.
             with self:
                 output = func.decompose(*args, **kwargs)
             if output is not NotImplemented:
                 return output
         output = func(*args, **kwargs)
         if formula is not None:
-            # A formula may not support the arguments; the table is then incomplete, but the net still runs.
+            # If a formula does not support the arguments, the table is incomplete, but the net still runs.
             with suppress(Exception):
                 self.operations += int(formula(*args, **kwargs, out_val=output))
         return output
@@ -137,15 +137,15 @@ COLUMNS = {
 
 DEFAULT_COLUMNS = tuple(COLUMNS)[:5]
 _FIRST = "Layer (type (name)):depth-idx"
-# Other columns contain text, and are left-aligned.
+# The right-aligned columns. All other columns contain text and are left-aligned.
 _NUMBERS = ("Param #", "Param %", "Mult-adds")
-# Limits the shapes shown: a cache or a list of hidden states has dozens of tensors.
+# The maximum number of shapes in a cell, because a cache or a list of hidden states has dozens of tensors.
 _SHOWN_SHAPES = 3
 
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """One call of a module, or a container in its caller that is not called itself, such as a ``ModuleList``."""
+    """One module call, or a container that is not called itself, such as a ``ModuleList``."""
 
     label: Label
     """``(depth, idx)``."""
@@ -154,9 +154,9 @@ class SummaryRow:
     type_name: str
     """The name of the module's class."""
     caller: Label | None
-    """The call that made this one, or the container in between that contains the module."""
+    """The calling module call, or the container of the module inside the caller."""
     is_leaf: bool
-    """True if the call made no other call; False for a container, which is not called."""
+    """True if the call made no other module calls; False for a container, which is not called."""
     is_repeated: bool
     """True if the call is not the first one of its module."""
     input_shapes: tuple[Shape, ...]
@@ -166,25 +166,24 @@ class SummaryRow:
     output_bytes: int
     """The total size of the output tensors in bytes."""
     parameters: int
-    """The number of parameter elements of the module and those below it, each parameter counted once."""
+    """The number of parameter elements of the module and its submodules, each parameter counted once."""
     mult_adds: int
     """Multiply-adds of the call, including nested calls."""
     trainable: int = 0
-    """The number of those parameter elements that require a gradient."""
+    """The number of these parameter elements that require a gradient."""
     kernel_shape: Shape = ()
     """The ``kernel_size`` of the module, if it has one."""
     tied: int = 0
-    """The number of those parameter elements that count for another module, because they are tied to its parameters."""
+    """The number of these parameter elements that are tied to parameters of another module and count there."""
 
 
 @dataclass(frozen=True)
 class Summary:
     """The calls of a net in one run, in the order in which they began, with totals.
 
-    Multiply-adds are half of the floating-point operations that torch's ``FlopCounterMode`` has formulas for (matrix
-    products, convolutions, attention), plus the fused forms of attention, ``nn.TransformerEncoderLayer`` and LSTM that
-    it does not know. Bias additions and elementwise operations
-    are not counted.
+    Multiply-adds are half of the floating-point operations of the formulas in torch's ``FlopCounterMode`` (matrix
+    products, convolutions, attention) and of additional formulas for fused attention, ``nn.TransformerEncoderLayer``
+    and LSTM. Bias additions and elementwise operations are not counted.
 
     Note:
         The size of a forward and backward pass is estimated as 2 × the bytes of the outputs of the leaf calls: each
@@ -236,7 +235,7 @@ class Summary:
         """Return the table.
 
         Args:
-            depth: The maximum depth of the calls that are shown; the totals are those of the whole net.
+            depth: The maximum depth of the calls to show. The totals cover the whole net.
             recording: The labels named in the last line.
             col_names: The columns after the first, from ``input_size``, ``output_size``, ``num_params``,
                 ``params_percent``, ``mult_adds``, ``kernel_size`` and ``trainable``; by default ``columns``.
@@ -267,7 +266,7 @@ class Summary:
         return self.to_html()
 
     def _table(self, depth: int | None, col_names: Sequence[str] | None) -> list[tuple[str, ...]]:
-        """Return the cells of the table, the titles first."""
+        """Return the cells of the table, row by row, beginning with the titles."""
         col_names = self.columns if col_names is None else col_names
         rows = [row for row in self.rows if depth is None or row.label[0] <= depth]
         titles = (_FIRST, *(COLUMNS[name] for name in col_names))
@@ -311,7 +310,7 @@ class Summary:
 
 
 def _as_tree(rows: Sequence[SummaryRow]) -> list[tuple[SummaryRow, str]]:
-    """Return each row with its first cell, indented under the nearest shown call that encloses it."""
+    """Return each row with its first cell, which is indented under the nearest enclosing row."""
     children: dict[Label | None, list[SummaryRow]] = {}
     shown = {row.label for row in rows}
     for row in rows:
@@ -319,7 +318,7 @@ def _as_tree(rows: Sequence[SummaryRow]) -> list[tuple[SummaryRow, str]]:
     lines: list[tuple[SummaryRow, str]] = []
 
     def add(row: SummaryRow, around: SummaryRow | None, first: str, further: str) -> None:
-        # A name below its caller omits the common prefix.
+        # Names below their caller omit the common prefix.
         prefix = f"{around.name}." if around is not None and around.name else ""
         name = row.name.removeprefix(prefix)
         title = f"{row.type_name} ({name})" if name else row.type_name
@@ -363,7 +362,7 @@ def _millions(number: int) -> str:
 
 @dataclass
 class _Seen:
-    """Observations of one call."""
+    """The observed properties of one call."""
 
     caller: Call | None
     input_shapes: tuple[Shape, ...]
@@ -377,7 +376,7 @@ class _Seen:
 
 
 class SummaryWatch(CallWatch):
-    """A watch of the labeling run."""
+    """Observe the module calls of the labeling run."""
 
     def __init__(self, modules: Mapping[str, nn.Module], snapshot: ModuleState) -> None:
         super().__init__(modules)
@@ -415,11 +414,11 @@ class SummaryWatch(CallWatch):
 
     @property
     def reads(self) -> list[str]:
-        """The lines of the model that read the value of a tensor, each once; other inputs may take other branches."""
+        """The lines of the model that read the value of a tensor, each once. Other inputs may lead to other calls."""
         return list(dict.fromkeys(self._counter.reads))
 
     def labels(self, net: nn.Module) -> dict[Label, Call]:
-        """Return the labels of the observed calls and of the containers around them."""
+        """Return the labels of the observed calls and of their containers."""
         return label_calls(self.calls, last_names(net))
 
     def summary(self, net: nn.Module) -> Summary:
@@ -443,10 +442,10 @@ class SummaryWatch(CallWatch):
         )
 
     def _shown(self, labels: Mapping[Label, Call]) -> dict[Label, Call]:
-        """Return the labels of calls, and of containers inside the module that makes the next call.
+        """Return the labels of calls, and of containers that are inside the caller of the next call.
 
-        Other labels belong to titles of a call inside that another module makes. Their row would show a module inside
-        of one that does not contain it.
+        Other containers are omitted: if a module calls contents of another module, a row for their container would show
+        the container inside a module that does not contain it.
         """
         called = {call.name for call in self.calls}
         shown: dict[Label, Call] = {}
@@ -465,7 +464,7 @@ class SummaryWatch(CallWatch):
         return shown
 
     def _owners(self) -> dict[int, nn.Module]:
-        """Return the module for which each tied parameter counts, by id: the first one that is called."""
+        """Return, by parameter id, the module for which each tied parameter counts: the module that is called first."""
         found: dict[int, list[nn.Module]] = {}
         for name in dict.fromkeys([*(call.name for call in self.calls), *self.modules]):
             module = self.modules[name]
@@ -474,14 +473,14 @@ class SummaryWatch(CallWatch):
         return {parameter: modules[0] for parameter, modules in found.items() if len(modules) > 1}
 
     def _callers(self, labels: Mapping[Label, Call]) -> dict[Label, Label | None]:
-        """Return the row that contains each row: its caller, or the container of the module in between."""
+        """Return the parent row of each row: the caller, or the container of the module inside the caller."""
         label_of = {call: label for label, call in labels.items() if call.number}
         found: dict[Label, Label | None] = {}
-        containers: dict[str, tuple[Label, Label | None]] = {}  # the latest row of a container, and its caller
+        containers: dict[str, tuple[Label, Label | None]] = {}  # the latest row and the caller of each container
         new: list[tuple[Label, str]] = []
         for label, call in labels.items():
             new.append((label, call.name))
-            if not call.number:  # a container has the caller of the call that follows
+            if not call.number:  # a container has the same caller as the next call
                 continue
             maker = self._seen[call].caller
             caller = None if maker is None else label_of[maker]

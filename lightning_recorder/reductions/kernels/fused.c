@@ -1,8 +1,8 @@
 /* Statistics of one array in one pass through memory, added to a row of state, the norm of many arrays, and the launch
  * of the kernels that do the same on a GPU.
  *
- * The layout of the row is defined in row.py. fused.py passes it to the compiler: SLOT_<NAME> is the place of a number,
- * and HISTOGRAM that of the first bin. There are BINS bins, one for each value of the upper bits of a float.
+ * The layout of the row is defined in row.py. fused.py passes it to the compiler: SLOT_<NAME> is the index of a number,
+ * and HISTOGRAM is the index of the first bin. There are BINS bins, one for each value of the upper bits of a float.
  *
  * A block of values stays in the L1 cache while it is summed, its deviations from a mean are squared, and its bins are
  * counted. Blocks are merged like states (Chan, Golub & LeVeque 1979), in double, so a small variance next to a large
@@ -16,17 +16,17 @@
 #define BLOCK 2048
 #define LANES 16
 #define SQUARES 64 /* separate sums of squares, for the same reason and for wider vectors */
-#define PAD 32 /* prevents false dependencies between equal places of two tables in the processor */
+#define PAD 32 /* prevents false dependencies in the processor between entries with the same index in two tables */
 #define FEW 32768 /* fewer values than this are not worth the start of another thread */
 #define MOST_THREADS 256
 #define FEWER 1024 /* fewer values than this are not worth reading the tables */
 #define WIDEST 256 /* columns of a matrix whose spread is computed */
 #define LINE 32 /* bins of a table per cache line */
 
-enum { FEW_VALUES, ALL_VALUES, SAMPLED_VALUES }; /* ways to count the values in the bins */
+enum { FEW_VALUES, ALL_VALUES, SAMPLED_VALUES }; /* how to count the values in the bins */
 
 typedef struct {
-  int64_t count; /* no table holds more than a fourth of it */
+  int64_t count; /* an upper bound: no table holds more than a fourth of this number */
   uint16_t tables[4][BINS + PAD]; /* several to decouple equal neighbors, and small to stay cached */
 } Tables;
 
@@ -47,7 +47,7 @@ static void merge(double *count, double *mean, double *m2, double n, double mu, 
 }
 
 /* Count LANES floats. Neighbors, which are often equal, are counted in different tables. Two floats are loaded as one
-   word: compilers load and shift single ones as a vector, and taking its lanes apart costs three times as much. */
+   word. Compilers would load and shift single floats as a vector, whose lanes take three times as long to extract. */
 static inline void count_lanes(const void *x, uint16_t (*restrict tables)[BINS + PAD]) {
   uint64_t words[LANES / 2];
   memcpy(words, x, sizeof words);
@@ -57,11 +57,11 @@ static inline void count_lanes(const void *x, uint16_t (*restrict tables)[BINS +
   }
 }
 
-/* Process one block of TYPE. UINT holds its bits, and EXPONENT is the exponent of values that are not finite. Nearly
-   every block is entirely finite; otherwise the other values are removed and the loop runs again. Deviations are from
-   the mean of the previous blocks. If that mean is so far off that the squares lose the precision of the spread, they
-   are summed again around the mean of the block. There are LANES separate sums, because a single sum would wait for
-   each addition. */
+/* Process one block of TYPE. UINT holds its bits, and EXPONENT is the exponent of nonfinite values. Nearly every block
+   is entirely finite. In other blocks, nonfinite values are removed and the loop runs again. Deviations are taken from
+   the mean of the previous blocks. If this mean is so far off that the squares lose precision, the squares are summed
+   again around the mean of the block. There are LANES separate sums, because a single sum would wait for each
+   addition. */
 #define DEFINE_BLOCK(NAME, TYPE, UINT, EXPONENT, MASK)                                                                 \
   static void NAME(const TYPE *restrict x, int n, Part *part) {                                                        \
     TYPE finite[BLOCK];                                                                                                \
@@ -182,7 +182,7 @@ static void count_all(const float *x, int n, Part *part) {
   }
 }
 
-/* Count the sampled values of a block that starts at index `at` of the array, while the block is in the cache. */
+/* Count the sampled values of a block while it is in the cache. The block starts at index `at` of the array. */
 static void count_places(const float *x, int64_t at, int n, Part *part) {
   uint16_t(*tables)[BINS + PAD] = part->tables->tables;
   if (part->tables->count + 4 * n > 4 * UINT16_MAX) empty_tables(part);
@@ -243,7 +243,7 @@ static void part_of_floats(const void *data, int64_t from, int64_t to, double fa
       int n = to - at < BLOCK ? (int)(to - at) : BLOCK;                                                                \
       for (int i = 0; i < n; i++) {                                                                                    \
         double x = scaled[i] = (double)values[at + i] * factor;                                                        \
-        /* Finite values stay finite: they go to the end bin of their sign. */                                         \
+        /* Finite values stay finite: they are counted in the end bin of their sign. */                                \
         float most = x > 0 ? FLT_MAX : -FLT_MAX;                                                                       \
         narrow[i] = fabs(x) == INFINITY || !(fabs(x) > FLT_MAX) ? (float)x : most;                                     \
       }                                                                                                                \
@@ -278,9 +278,9 @@ typedef void (*PartOf)(const void *, int64_t, int64_t, double, int, Part *);
 static const PartOf PARTS[] = {part_of_floats, part_of_doubles, part_of_bfloats, part_of_bytes,
                                part_of_int8,   part_of_int16,   part_of_int32,   part_of_int64};
 
-/* Add numel values of the given kind, a place in PARTS, each times a factor, to the row. If `sampled` is
-   negative, all values are counted in the bins. Otherwise only those at the places, which ascend, are counted, or all
-   if there are no places, and one more slot counts the values. */
+/* Add the statistics of numel values, each times a factor, to the row. `kind` is an index of PARTS. If `sampled` is
+   negative, all values are counted in the bins. Otherwise, the values at the ascending `places` are counted, or all
+   values if there are no places, and an additional slot counts all values. */
 void add_statistics(const void *data, int64_t numel, int kind, double factor, const int64_t *places, int64_t sampled,
                     int threads, double *row) {
   int how = sampled >= 0 && places ? SAMPLED_VALUES : numel < FEWER ? FEW_VALUES : ALL_VALUES;
@@ -312,8 +312,8 @@ void add_statistics(const void *data, int64_t numel, int kind, double factor, co
   if (sampled >= 0) row[SAMPLED_NUMEL] += (double)numel;
 }
 
-/* Return the sum of the squares of floats. Those of a block are summed as floats, as torch does, and the blocks as
-   doubles. */
+/* Return the sum of the squares of floats. The squares of a block are summed as floats, like in torch, and the sums of
+   the blocks as doubles. */
 static double squares_of(const float *x, int64_t n) {
   double sum = 0;
   for (int64_t at = 0; at < n; at += BLOCK) {
@@ -328,7 +328,7 @@ static double squares_of(const float *x, int64_t n) {
   return sum;
 }
 
-/* Return the norm of all floats of some arrays, which are given as [count, 2]: the address and the number of values. */
+/* Return the norm of all floats in several arrays. `arrays`, [count, 2], has the address and the length of each. */
 double norm_of_floats(const int64_t *arrays, int64_t count, int threads) {
   int64_t numel = 0;
   for (int64_t i = 0; i < count; i++) numel += arrays[2 * i + 1];
@@ -348,7 +348,7 @@ double norm_of_floats(const int64_t *arrays, int64_t count, int threads) {
   return sqrt(sum);
 }
 
-/* Read every `along`-th of the values from a place on, as doubles. */
+/* Read every `along`-th value from index `from` on, as doubles. */
 static void read_doubles(const void *data, int kind, int64_t from, int64_t along, int count, double *restrict to) {
   const float *floats = (const float *)data + from;
   const double *doubles = (const double *)data + from;
@@ -369,9 +369,9 @@ static void read_doubles(const void *data, int kind, int64_t from, int64_t along
   }
 }
 
-/* Add to the state the sum of the squared deviations of a matrix, [rows, columns], from the means of its columns, and
-   the sum of its squares. Every `down`-th row and every `along`-th column are read, at most WIDEST columns. Deviations
-   are from the first row, so that equal rows have none. Nothing is added if a value is not finite. */
+/* Add to the state the sum of the squared deviations of a matrix, [rows, columns], from its column means, and the sum
+   of its squares. Every `down`-th row and every `along`-th column are read, at most WIDEST columns. The first row is
+   subtracted, so that the deviations of equal rows are zero. Nothing is added if a value is not finite. */
 void add_spread(const void *data, int64_t rows, int64_t columns, int64_t down, int64_t along, int kind, double *state) {
   double first[WIDEST], x[WIDEST], sums[WIDEST] = {0}, squares[WIDEST] = {0}, totals[WIDEST] = {0};
   double deviation = 0, total = 0;
@@ -393,9 +393,9 @@ void add_spread(const void *data, int64_t rows, int64_t columns, int64_t down, i
   state[0] += deviation, state[1] += total;
 }
 
-/* Copy states, [rows, width], without the empty bins of their histograms: first all slots but the histogram,
-   [rows, width - BINS], then the number of nonempty bins of each row as int64, the counts of those bins, and those bins
-   as uint16. Return the size in doubles. There must be room for rows times (width + 1 + BINS / 4) doubles. */
+/* Copy states, [rows, width], without the empty bins of their histograms. The copy has all slots but the histogram,
+   [rows, width - BINS]; the number of nonempty bins of each row as int64; the counts of these bins; and the indices of
+   these bins as uint16. Return the size in doubles. `to` must have room for rows * (width + 1 + BINS / 4) doubles. */
 int64_t compact_states(const double *states, int64_t rows, int64_t width, double *to) {
   int64_t found = 0, size;
   double *counts = to + rows * (width - BINS + 1);
@@ -429,7 +429,7 @@ int64_t compact_states(const double *states, int64_t rows, int64_t width, double
   }                                                                     \
   return sum;
 
-/* Return the sum of value * factor. One loop for each kind of number, because a switch in it takes half of the time. */
+/* Return the sum of value * factor. Each kind has its own loop, because a switch inside the loop doubles the time. */
 static uint64_t sum_of(const char *at, int kind, int shift, int64_t count, int64_t step, const uint64_t *factors) {
   uint64_t sum = 0;
   switch (kind) {
@@ -441,11 +441,11 @@ static uint64_t sum_of(const char *at, int kind, int shift, int64_t count, int64
   }
 }
 
-/* Join numbers of the rows of an array with those of other arrays: `all` = `all` * scale + the sum of value * factor.
-   The low bits of a value get those at `shift`, because those of round floats are zero, and those of a product would be,
-   too. There are `dims` sizes of what is read, the first one is that of the rows, and the distances in bytes. If there
-   is `some`, it is joined in the same way with its own scale. If this is the last array, the bits of `all` are then
-   mixed as by splitmix64, with signed shifts. */
+/* Join the numbers of the rows of an array with those of earlier arrays: `all` = `all` * scale + sum of value * factor.
+   The bits of a value from `shift` on are mixed into its low bits, which are zero for round floats and would be zero in
+   a product, too. `sizes` and `steps` have the sizes to read and the distances in bytes of `dims` dimensions, rows
+   first. If `some` is not NULL, it is joined in the same way with its own scale. After the last array, the bits of
+   `all` are mixed as in splitmix64, with signed shifts. */
 void join_rows(const char *data, int kind, int shift, int dims, const int64_t *sizes, const int64_t *steps,
                const uint64_t *factors, uint64_t scale, uint64_t *all, uint64_t some_scale, uint64_t *some, int is_last) {
   int64_t of_row = 1, count = dims > 1 ? sizes[dims - 1] : 1, step = dims > 1 ? steps[dims - 1] : 0;

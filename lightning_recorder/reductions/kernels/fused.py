@@ -1,9 +1,9 @@
 """Tensor statistics in one pass through memory, computed by a small C file that is compiled at run time.
 
 Separate torch passes cost several times as much as the arithmetic. The file is plain C without torch headers, so a
-compiler builds it in a third of a second, in the background. Without one, the code is used that a wheel for this kind
-of machine has. Until then, and after any failure, torch computes the same statistics. Counts, extrema and histograms
-are equal to the bit. Means and sums of squares are rounded differently, by less than 1e-12 of the root mean square.
+compiler builds it in a third of a second, in the background. Without a compiler, the compiled code in the wheel for
+this kind of machine is used. While there is no compiled code, torch computes the same statistics. Counts, extrema and
+histograms are bitwise equal. Means and sums of squares differ by less than 1e-12 of the root mean square.
 """
 
 from __future__ import annotations
@@ -59,23 +59,23 @@ __all__ = [
 _log = logging.getLogger("lightning_recorder")
 
 _SOURCE = Path(__file__).with_suffix(".c")
-# -ffast-math is rejected: some compilers then make the whole process flush subnormals to zero, including the training.
+# Not -ffast-math: with it, some compilers make the whole process, including the training, flush subnormals to zero.
 _OPTIONS = ("-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros")
 _PLACES = {"BINS": BINS, "BIN_SHIFT": BIN_SHIFT, "HISTOGRAM": HISTOGRAM, "SAMPLED_NUMEL": SAMPLED_NUMEL}
 _SLOTS = {f"SLOT_{name.upper()}": place for place, name in enumerate(SLOTS)}
 _FLAGS = (*_OPTIONS, *(f"-D{name}={number}" for name, number in (_PLACES | _SLOTS).items()))
-# The threads are those of torch, whose OpenMP library is already in the process. The threads of a second OpenMP library
-# would compete for the same cores. The build without threads is for compilers whose code needs another OpenMP library.
+# The code uses the threads of torch, whose OpenMP library is already in the process. The threads of a second OpenMP
+# library would compete for the same cores. Compilers whose code needs another OpenMP library build without threads.
 _THREADS = ("-fopenmp",)
 _NO_THREADS = ("-fopenmp-simd",)
 _TIMEOUT_S = 20
 _SHIPPED = _SOURCE.parent
-"""The folder of the code in a wheel."""
+"""The folder of the compiled code in a wheel."""
 _PORTABLE = {
     "x86_64": ("-march=x86-64-v3", {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}),
     "aarch64": ("-march=armv8-a", {"asimd", "fp"}),
 }
-"""For each machine of a wheel, the flag of the compiler, and the features that the processor then must have."""
+"""The compiler flag for each machine type of the wheels, and the processor features that this flag requires."""
 
 _FLOATS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 _KINDS = {
@@ -103,7 +103,7 @@ _FUNCTIONS = {
     "join": ("join_rows", "piiipppnpnpi", None),
     "launch": ("launch_statistics", "ppnnndnn", "i"),
 }
-"""The functions of the C file by their names in :class:`_Loaded`: name there, types of the arguments and the result."""
+"""The C functions by their names in :class:`_Loaded`: name in C, argument types, result type."""
 
 
 class _Loaded:
@@ -111,11 +111,11 @@ class _Loaded:
 
     lock = threading.Lock()
     process = 0
-    """The id of the process that has tried to load or to build them, 0 before."""
+    """The id of the process that has tried to load or build the functions; 0 before any attempt."""
     thread: threading.Thread | None = None
-    """The thread that builds them, if it was necessary."""
+    """The thread that builds the functions, if a build was necessary."""
     compiler: subprocess.Popen[bytes] | None = None
-    """The compiler that is running."""
+    """The running compiler process."""
     kernel: _Kernel | None = None
     compactor: _Compactor | None = None
     norm: _Norm | None = None
@@ -123,22 +123,22 @@ class _Loaded:
     join: _Join | None = None
     launch: _Launch | None = None
     missing: tuple[Part, ...] = ()
-    """The parts of a row that the function does not compute."""
+    """The parts of a row that the compiled function does not compute."""
 
 
 def prepare(*, wait: bool = False) -> bool:
     """Load the compiled function, and return True if it is available.
 
-    If it is not cached, a thread builds it, and torch computes the statistics until that is done. A compiler that takes
-    more than 20 seconds is stopped. The cache is ``$XDG_CACHE_HOME/lightning_recorder``
+    If the function is not cached, a thread builds it, and torch computes the statistics until the build is done. A
+    compiler that takes more than 20 seconds is stopped. The cache is ``$XDG_CACHE_HOME/lightning_recorder``
     (``~/.cache/lightning_recorder``), which only the user can write to. ``LIGHTNING_RECORDER_FUSED=0`` in the
     environment disables the function. This function never raises.
 
     Args:
-        wait: Wait for the thread.
+        wait: Wait until the build is done.
     """
     with _Loaded.lock:
-        # A fork has no thread that builds, but keeps what its parent has loaded.
+        # A forked process has no build thread, but keeps the functions that its parent has loaded.
         if _Loaded.process != os.getpid() and _Loaded.kernel is None:
             _Loaded.process, _Loaded.thread, _Loaded.compiler = os.getpid(), None, None
             if os.environ.get("LIGHTNING_RECORDER_FUSED") != "0":
@@ -150,7 +150,7 @@ def prepare(*, wait: bool = False) -> bool:
 
 
 def may_become_available() -> bool:
-    """Return True if the compiled function is available, or is being built."""
+    """Return True if the compiled function is available or being built."""
     return _Loaded.kernel is not None or (_Loaded.thread is not None and _Loaded.thread.is_alive())
 
 
@@ -161,8 +161,8 @@ def add_statistics(row: Tensor, values: Values, sample: int | None) -> bool:
     in the histogram.
 
     Returns:
-        True if the state was updated. False without any change if the function is unavailable, or if the tensor is not
-        on the CPU, is not float32, float64, bfloat16 or of integers, or is not a plain dense array.
+        True if the state was updated. False, without any change, if the function is unavailable or does not support
+        the tensor. It supports plain dense CPU tensors of float32, float64, bfloat16 and integers.
     """
     if not _add(row, values.raw, values.factor, sample):
         return False
@@ -174,8 +174,8 @@ def add_statistics(row: Tensor, values: Values, sample: int | None) -> bool:
 def launch_function() -> _Launch | None:
     """Return the function that launches the kernels on a GPU, or None if there is no compiled code.
 
-    Its arguments are the addresses of a plan (its fields are in ``fused.c``), of a stream and of a state; the address
-    and the number of the values, and their factor; and the addresses of the parts and of the counts of all programs.
+    The arguments of this function are: the addresses of a plan (see ``fused.c``), of a stream and of a state; the
+    address, number and factor of the values; the addresses of the parts and of the counts of all programs.
     """
     prepare(wait=True)
     return _Loaded.launch
@@ -190,8 +190,8 @@ def add_tensor(row: Tensor, tensor: Tensor, factor: float, sample: int | None) -
     """Add the statistics of a tensor times a factor to a state, as :func:`add_statistics` does.
 
     The tensor may be part of an autograd graph. No torch operation runs that autograd or a dispatch mode would see,
-    unless the tensor must be copied to become contiguous. The state does not change if the function does not compute
-    all statistics.
+    unless the tensor must be copied to become contiguous. If the compiled function does not compute all statistics, the
+    state does not change.
     """
     return not _Loaded.missing and _add(row, tensor, factor, sample)
 
@@ -213,7 +213,7 @@ def _add(row: Tensor, tensor: Tensor, factor: float, sample: int | None) -> bool
         pointer = tensor.data_ptr()
     except RuntimeError:  # a tensor inside a transform of torch.func
         return False
-    if not pointer and numel:  # zeros without memory, which autograd creates, or a wrapper
+    if not pointer and numel:  # zeros without memory, as autograd creates, or a wrapper
         return False
     places, sampled = 0, -1
     if sample is not None:
@@ -226,7 +226,7 @@ def _add(row: Tensor, tensor: Tensor, factor: float, sample: int | None) -> bool
 def add_spread(state: Tensor, tensor: Tensor) -> bool:
     """Add the sums of squares of a matrix to a state of :class:`BatchSpread`, if the compiled function supports it.
 
-    The state is ``[2]`` float64. Return True if it was updated; False without any change.
+    The state is ``[2]`` float64. Return True if the state was updated, otherwise False.
     """
     kind = _FLOATS.get(tensor.dtype)
     if _Loaded.spread is None or kind is None or type(tensor) not in PLAIN_TYPES:
@@ -254,8 +254,8 @@ def compact_states(states: Tensor) -> NDArray[np.float64] | None:
         states: The states, ``[rows, width]`` float64 on the CPU, contiguous, as :class:`Statistics` lays them out.
 
     Returns:
-        One array with four parts: the slots that are no bins, ``[rows, width - 2048]``; the number of nonempty bins of
-        each row as the bits of int64, ``[rows]``; the counts of these bins; and the bins as the bits of uint16.
+        One array with four parts: all slots but the bins, ``[rows, width - 2048]``; the number of nonempty bins of each
+        row as int64 bits, ``[rows]``; the counts of the nonempty bins; and the indices of these bins as uint16 bits.
     """
     if _Loaded.compactor is None:
         return None
@@ -267,9 +267,9 @@ def compact_states(states: Tensor) -> NDArray[np.float64] | None:
 def norm_of(tensors: Iterable[Tensor]) -> float | None:
     """Return the Euclidean norm of all values of some tensors, or None if the compiled function does not support them.
 
-    It supports plain dense float32 tensors on the CPU. It takes half the time of a torch kernel for each tensor: all
-    threads share the values of all tensors, and no result is a tensor. Each sum of 2,048 squares is a float32, so it
-    overflows and underflows like that of torch.
+    The function supports plain dense float32 tensors on the CPU. It takes half the time of one torch kernel per tensor,
+    because all threads share the values of all tensors, and no tensors are created for results. Each sum of 2,048
+    squares is a float32, so it overflows and underflows as in torch.
     """
     if _Loaded.norm is None:
         return None
@@ -277,7 +277,7 @@ def norm_of(tensors: Iterable[Tensor]) -> float | None:
     for each in tensors:
         if type(each) is not Tensor or each.dtype is not torch.float32 or not each.is_cpu:
             return None
-        # A gradient with the channels last is dense, too. This runs for each gradient of each step.
+        # Channels-last gradients are dense, too. is_contiguous() comes first, because this runs for every gradient.
         if each.layout is not torch.strided or not (each.is_contiguous() or is_dense(each)):
             return None
         pointer, numel = each.data_ptr(), each.numel()
@@ -290,7 +290,7 @@ def norm_of(tensors: Iterable[Tensor]) -> float | None:
 
 
 def join_rows() -> _Join | None:
-    """Return the function that joins numbers of the rows of arrays, of which ``fused.c`` has the arguments, or None."""
+    """Return the C function that joins the numbers of the rows of arrays (see ``fused.c`` for arguments), or None."""
     return _Loaded.join
 
 
@@ -302,8 +302,8 @@ class _Scratch(threading.local):
         self._address = 0
 
     def of(self, size: int) -> tuple[NDArray[np.float64], int]:
-        """Return an array of at least this size, and its address."""
-        if len(self._array) < size:  # the system provides only the memory that is written
+        """Return an array of at least the given size, and its address."""
+        if len(self._array) < size:  # memory that is never written is not allocated by the system
             self._array = np.empty(size)
             self._address = self._array.ctypes.data
         return self._array, self._address
@@ -313,7 +313,7 @@ _scratch = _Scratch()
 
 
 def _load() -> None:
-    """Load the function from the cache, or begin to build it."""
+    """Load the functions from the cache, or begin to build them."""
     try:
         compiler = _compiler()
         if not compiler or ctypes.sizeof(ctypes.c_void_p) != 8:
@@ -326,23 +326,23 @@ def _load() -> None:
         thread = threading.Thread(target=_build, args=(compiler, libraries), name="lightning_recorder", daemon=True)
         thread.start()
         _Loaded.thread = thread
-    except Exception as error:  # noqa: BLE001 - no home folder, an open quote in CC, no further thread
+    except Exception as error:  # noqa: BLE001 - no home folder, an open quote in CC, no more threads
         _warn(describe_error(error))
 
 
 def _compiler() -> list[str]:
-    """Return the words of the command of the compiler, none if there is none.
+    """Return the words of the compiler command; empty if there is no compiler.
 
     Raises:
         ValueError: If the variable ``CC`` has an open quote.
     """
-    words = shlex.split(os.environ.get("CC", ""))  # as a shell does: "gcc -m64", "ccache gcc"
+    words = shlex.split(os.environ.get("CC", ""))  # split like a shell: "gcc -m64", "ccache gcc"
     return words or [name for name in ("cc", "gcc", "clang") if shutil.which(name)][:1]
 
 
 def _build(compiler: Sequence[str], libraries: Mapping[tuple[str, ...], Path]) -> None:
-    """Build the function with the first flags that work, and use it."""
-    compute_alone()  # the training has the cores
+    """Build the functions with the first flags that work, and use them."""
+    compute_alone()  # leave the cores to the training
     deadline, why = time.monotonic() + _TIMEOUT_S, ""
     for flags, library in libraries.items():
         try:
@@ -351,7 +351,7 @@ def _build(compiler: Sequence[str], libraries: Mapping[tuple[str, ...], Path]) -
         except subprocess.TimeoutExpired:
             why = f"it was stopped after {_TIMEOUT_S} s"
             break
-        except Exception as error:  # noqa: BLE001 - nobody would see the error of a thread
+        except Exception as error:  # noqa: BLE001 - an error in a background thread would stay unseen
             why = describe_error(error)
         if not why:
             return
@@ -359,7 +359,7 @@ def _build(compiler: Sequence[str], libraries: Mapping[tuple[str, ...], Path]) -
 
 
 def build_for_wheel(compiler: Sequence[str], machine: str, folder: Path) -> list[Path]:
-    """Build the code that a wheel has for ``"x86_64"`` or ``"aarch64"``, with and without threads; return its files.
+    """Build the compiled code of a wheel for ``"x86_64"`` or ``"aarch64"``, with and without threads. Return its files.
 
     Raises:
         RuntimeError: If the compiler fails.
@@ -373,7 +373,7 @@ def build_for_wheel(compiler: Sequence[str], machine: str, folder: Path) -> list
 
 
 def _use_shipped() -> bool:
-    """Use the code of the wheel, and return True if there is one that works here."""
+    """Use the compiled code of the wheel. Return False if there is none that works on this machine."""
     machine = platform.machine()
     _, needed = _PORTABLE.get(machine, ("", {""}))
     if not needed <= set(_features().split()):
@@ -395,7 +395,7 @@ def _warn(why: str) -> None:
 
 
 def _use(library: Path) -> str:
-    """Use the functions of a library, or return the reason why not."""
+    """Use the functions of a library. Return the reason if they cannot be used."""
     try:
         found = _opened(library)
     except (OSError, AttributeError) as error:
@@ -404,7 +404,7 @@ def _use(library: Path) -> str:
     if missing is None:
         return "its code gives wrong results"
     _Loaded.missing = missing
-    for name in reversed(found):  # the kernel last: other threads use the functions as soon as there is one
+    for name in reversed(found):  # set the kernel last, because other threads use the functions as soon as it is set
         setattr(_Loaded, name, found[name])
     return ""
 
@@ -421,15 +421,15 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], library: Path, deadl
     Raises:
         OSError: If the compiler does not exist, or the disk has no space.
         RuntimeError: If the compiler fails.
-        subprocess.TimeoutExpired: If it has not ended in time.
+        subprocess.TimeoutExpired: If the compiler takes too long.
     """
     folder, started = library.parent, time.monotonic()
     if not fits(folder):
         raise OSError(errno.ENOSPC, "the disk has no space for the library", str(folder))
     with TemporaryFolder(folder) as scratch:
         object_file, made = scratch.path / "fused.o", scratch.path / "fused.so"
-        # Compile and link separately. Linked without -fopenmp, the library brings no OpenMP runtime of its own and
-        # uses the one that torch has loaded.
+        # Compile and link separately. If linked without -fopenmp, the library has no OpenMP runtime of its own and
+        # uses the runtime that torch has loaded.
         for arguments in (
             [*flags, "-c", str(_SOURCE), "-o", str(object_file)],
             ["-shared", str(object_file), "-o", str(made), "-lm"],
@@ -441,13 +441,13 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], library: Path, deadl
 
 
 def _run(command: list[str], messages: Path, deadline: float) -> None:
-    # A file instead of a pipe, which the processes that a compiler starts would keep open when it is killed.
+    # A file instead of a pipe: child processes of a killed compiler would keep a pipe open.
     with messages.open("wb") as file:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
     _Loaded.compiler = process
     try:
         status = process.wait(max(0.0, deadline - time.monotonic()))
-        if _Loaded.compiler is not process:  # it was stopped because this process ends
+        if _Loaded.compiler is not process:  # the compiler was stopped because this process ends
             raise SystemExit
     finally:
         _stop_compiler()
@@ -458,7 +458,7 @@ def _run(command: list[str], messages: Path, deadline: float) -> None:
 
 @atexit.register
 def _stop_compiler() -> None:
-    """Stop the compiler, with the processes that it has started, if it is still running."""
+    """Stop the compiler and its child processes if it is still running."""
     process, _Loaded.compiler = _Loaded.compiler, None
     if process is not None and _Loaded.process == os.getpid() and process.poll() is None:
         with suppress(OSError, subprocess.TimeoutExpired):
@@ -467,7 +467,7 @@ def _stop_compiler() -> None:
 
 
 def _cache() -> Path:
-    """Return the cache folder, which nobody else may write to because code is loaded from it."""
+    """Return the cache folder. No other user may write to it, because code is loaded from it."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lightning_recorder")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
@@ -477,12 +477,12 @@ def _cache() -> Path:
 
 
 def _processor() -> str:
-    """Return a text that identifies the processor, because machines of a cluster may share a home folder."""
+    """Return a text that identifies the processor, because different machines may share a home folder."""
     return f"{platform.platform()} {platform.processor()} {_features()}"
 
 
 def _features() -> str:
-    """Return the line that lists the features of the processor; empty if it is not known."""
+    """Return the line with the processor features; empty if unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -491,8 +491,8 @@ def _features() -> str:
 
 
 def _opened(library: Path) -> dict[str, Callable[..., Any]]:
-    """Return the functions of a library, under the names that :class:`_Loaded` gives them."""
-    code = ctypes.PyDLL(str(library), mode=os.RTLD_NOW)  # holds the GIL: releasing it takes longer than the calls
+    """Return the functions of a library by their names in :class:`_Loaded`."""
+    code = ctypes.PyDLL(str(library), mode=os.RTLD_NOW)  # keeps the GIL: releasing it takes longer than a call
     found = {}
     for name, (symbol, arguments, result) in _FUNCTIONS.items():
         found[name] = getattr(code, symbol)
@@ -502,7 +502,7 @@ def _opened(library: Path) -> dict[str, Callable[..., Any]]:
 
 
 def _missing(kernel: _Kernel) -> tuple[Part, ...] | None:
-    """Return the parts of a row that the function does not compute, or ``None`` if it is wrong for any dtype."""
+    """Return the parts of a row that the kernel does not compute; ``None`` if its results are wrong for any dtype."""
     missing: tuple[Part, ...] | None = ()
     for dtype, kind in _FLOATS.items():
         tensor, row = torch.tensor(SPECIAL_VALUES, dtype=dtype, device="cpu"), empty_row()

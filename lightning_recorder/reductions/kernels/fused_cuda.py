@@ -3,9 +3,9 @@
 Separate torch passes need about 45 launches, which take longer than the arithmetic for most tensors. PyTorch for CUDA
 and ROCm includes Triton. If it is missing, or after any failure, torch computes the same statistics.
 
-Each dtype is prepared when its first tensor comes: the kernels are compiled, unless the Triton cache has them, and
-compared with torch on a few numbers. From then on, one call of the code in ``fused.c`` launches them by the driver.
-Without it, they are launched by Triton, but not by the part that chooses a kernel, which takes most of the time.
+Each dtype is prepared when its first tensor arrives: the kernels are compiled, unless the Triton cache has them, and
+compared with torch on a few numbers. From then on, one call of the code in ``fused.c`` launches them through the CUDA
+driver. Without this code, Triton launches the compiled kernels directly, which skips its slow selection of a kernel.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ _SWITCH = "LIGHTNING_RECORDER_TRITON"
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-# A single program finishes this many tiles before the second launch, which several programs need, would have started.
+# Several programs need a second launch. Up to this many tiles, a single program ends before that launch would start.
 _FEW_TILES = 8
 # A multiprocessor has registers for a few programs at a time, so all programs finish in a few rounds.
 _PROGRAMS_PER_MULTIPROCESSOR = 12
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # rounds each product, as torch does
 
 _DRIVER = "libcuda.so.1"
-# The sizes in bytes of the arguments that are no constants, in order, as fused.c passes them.
+# The sizes in bytes of the arguments that are not constants, in the order in which fused.c passes them.
 _REDUCED = (8, 8, 8, 8, 4, 8, 8, 8, 8, 8)
 _MERGED = (8, 8, 4, 8, 8, 8)
-_MOST_OF_TRITON = 2  # pointers that Triton appends to them: one since Triton 3.3, two since 3.5
+_MOST_OF_TRITON = 2  # pointer arguments that Triton appends: one since Triton 3.3, two since 3.5
 
 _Kind = tuple[int, torch.dtype, bool]
-"""The index of a device, a dtype, and True if a sample of the values is counted in the histogram."""
+"""The device index, the dtype, and True if the histogram counts a sample of the values."""
 
 
 class _Prepared:
@@ -74,22 +74,22 @@ class _Prepared:
 def prepare_device(device: torch.device) -> bool:
     """Prepare the kernels for float32 on a GPU. Return True if they are available.
 
-    They are compiled, unless the Triton cache has them, and checked on a few numbers. Other dtypes are prepared when
-    their first tensor comes. A process does this once per device and dtype, even if it fails.
+    The kernels are compiled, unless the Triton cache has them, and checked on a few numbers. Other dtypes are prepared
+    when their first tensor arrives. A process tries this only once per device and dtype.
     ``LIGHTNING_RECORDER_TRITON=0`` in the environment disables the kernels. This function never raises.
 
     Note:
-        The first call synchronizes the device and takes seconds if the cache is empty, so call it before training
-        starts. It is a no-op while a CUDA graph is captured.
+        The first call synchronizes the device and takes seconds if the cache is empty, so call this function before
+        training starts. It is a no-op while a CUDA graph is captured.
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
-    number: int | None = device.index  # the annotations of torch say that it is never None
+    number: int | None = device.index  # torch's annotations wrongly exclude None
     return _is_ready((torch.cuda.current_device() if number is None else number, torch.float32, False))
 
 
 def _is_ready(kind: _Kind) -> bool:
-    """Return True if the kernels of that kind can be used. The first call prepares them."""
+    """Return True if the kernels of a kind can be used. The first call prepares them."""
     if kind in _Prepared.most_programs:
         return True
     if kind[0] in _Prepared.failed or kind in _Prepared.tried or os.environ.get(_SWITCH) == "0":
@@ -108,16 +108,16 @@ def _is_ready(kind: _Kind) -> bool:
 def add_statistics_on_device(row: Tensor, values: Values, sample: int | None) -> bool:
     """Add the statistics of values to a state on their device, if the kernels support them.
 
-    Row, values and sample are those of :func:`~lightning_recorder.reductions.kernels.fused.add_statistics`.
+    The arguments are as for :func:`~lightning_recorder.reductions.kernels.fused.add_statistics`.
 
     Returns:
-        True if the state was updated. False without any change if the kernels are unavailable, or if the tensor has
-        integers or is a tensor subclass. The local part of a ``DTensor`` is supported.
+        True if the state was updated. False, without any change, if the kernels are unavailable, or if the tensor has
+        integers or is a tensor subclass. The local shard of a ``DTensor`` is supported.
 
     Note:
-        Never synchronizes the device, except to prepare the kernels for the first tensor of a dtype. The work goes to
-        the current stream of the device, or to the CUDA graph that is captured there. A tensor that is not contiguous
-        is copied. Apart from that copy and the sampled places, at most 368 KiB are allocated.
+        Never synchronizes the device, except to prepare the kernels for the first tensor of a dtype. The work is
+        enqueued in the current stream of the device, or added to the CUDA graph that this stream captures. A tensor
+        that is not contiguous is copied. Apart from this copy and the sampled indices, at most 368 KiB are allocated.
     """
     if not values.raw.is_cuda:
         return False
@@ -142,9 +142,9 @@ def add_tensor_on_device(row: Tensor, tensor: Tensor, factor: float, sample: int
     The tensor may be part of an autograd graph. No torch operation runs that autograd or a dispatch mode would see.
 
     Returns:
-        True if the state was updated. False without any change if a sample is wanted, if no tensor of this dtype was
-        reduced before on the current device, if the tensor is no plain dense array there, or while a CUDA graph is
-        captured.
+        True if the state was updated. False, without any change, if a sample is requested, if no tensor of this dtype
+        was reduced before on the current device, if the tensor is not a plain dense tensor on this device, or while a
+        CUDA graph is captured.
     """
     index = tensor.get_device()
     launcher = _Prepared.launchers.get((index, tensor.dtype))
@@ -155,7 +155,7 @@ def add_tensor_on_device(row: Tensor, tensor: Tensor, factor: float, sample: int
     if row.get_device() != index or torch.cuda.current_device() != index or not row.is_contiguous():
         return False
     numel = tensor.numel()
-    # Memory of a captured graph belongs to that graph, so it cannot be kept for later launches.
+    # Memory allocated during the capture of a graph belongs to that graph, so later launches cannot use it.
     if not numel or torch.cuda.is_current_stream_capturing():
         return False
     try:
@@ -169,24 +169,24 @@ def add_tensor_on_device(row: Tensor, tensor: Tensor, factor: float, sample: int
 
 
 def _is_array(tensor: Tensor) -> bool:
-    """Return True if the kernels can read the memory of a tensor or of a contiguous copy."""
+    """Return True if the kernels can read the memory of the tensor or of a contiguous copy of it."""
     if type(tensor) not in PLAIN_TYPES or tensor.dtype not in _DTYPES or tensor.is_neg():
         return False
-    try:  # the zeros that autograd creates have no memory, nor do wrappers
+    try:  # wrappers, and zeros that autograd creates, have no memory
         return tensor.data_ptr() != 0 or tensor.numel() == 0
     except RuntimeError:  # a tensor inside a transform of torch.func
         return False
 
 
 class _Memory(threading.local):
-    """Memory for the results of the programs of a launch, for each stream of each device. Threads share none."""
+    """Memory for the results of the programs of a launch, per thread, device and stream."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[Tensor, Tensor]] = []
         self._addresses: dict[tuple[int, int], tuple[int, int]] = {}
 
     def of(self, index: int, stream: int, kernels: ModuleType, most_programs: int) -> tuple[int, int]:
-        """Return the addresses of the parts and the counts, which every launch leaves at zero."""
+        """Return the addresses of the parts and of the counts. Every launch resets the counts to zero."""
         addresses = self._addresses.get((index, stream))
         if addresses is None:
             with torch.inference_mode(False):
@@ -197,24 +197,25 @@ class _Memory(threading.local):
 
 
 def _results(kernels: ModuleType, programs: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the memory for the results of some programs: the parts, and the counts, which are zero."""
+    """Return memory for the results of a number of programs: the parts, and the counts, which are zero."""
     parts = torch.empty(kernels.RESULTS * programs, dtype=torch.float64, device=device)
     return parts, torch.zeros(kernels.COPIES * BINS, dtype=torch.int32, device=device)
 
 
 class _Launcher:
-    """Launches compiled kernels for one dtype on one device, for all values.
+    """Launches the compiled kernels for one dtype on one device, without a sample.
 
     Args:
         kernels: The module :mod:`triton_kernels`.
         compiled: The compiled ``reduce_share`` and ``merge_shares``.
         most_programs: The maximum number of shares that the values are divided into.
         stream_of: Returns the address of the current stream of a device, given its index.
-        with_constants: True if the constants of a kernel are arguments of a launch by Triton, as since Triton 3.3.
-        direct: Launch the kernels by the driver.
+        with_constants: True if Triton expects the constants of a kernel among the arguments of a launch, as since
+            Triton 3.3.
+        direct: Launch the kernels through the CUDA driver.
 
     Raises:
-        RuntimeError: If the kernels cannot be launched by the driver.
+        RuntimeError: If the kernels cannot be launched through the driver.
     """
 
     def __init__(
@@ -248,7 +249,7 @@ class _Launcher:
             self._launch = self._launch_by_driver
 
     def launch(self, index: int, row: int, data: int, numel: int, factor: float) -> None:
-        """Add the statistics of values to a state on the current device. Both are given by their addresses."""
+        """Add the statistics of values to a state on the current device, given their addresses."""
         stream = self._stream_of(index)
         parts, counts = self._memory.of(index, stream, self._kernels, self._most_programs)
         self._launch(stream, row, data, numel, factor, parts, counts)
@@ -275,13 +276,13 @@ class _Launcher:
 
 
 def _plan(compiled: tuple[Any, Any], tile: int, most_programs: int) -> list[int]:
-    """Return the fields of the plan of ``fused.c``.
+    """Return the fields of the plan in ``fused.c``.
 
     Raises:
-        RuntimeError: If the kernels take other arguments, or must be launched in a way of their own.
+        RuntimeError: If the kernels have unexpected arguments, or require a special launch.
         OSError: If the driver cannot be loaded.
-        AttributeError: If the driver cannot tell the arguments of a kernel, as before CUDA 12.4, or if this release of
-            Triton describes a kernel in another way.
+        AttributeError: If the driver cannot report the arguments of a kernel, as before CUDA 12.4, or if this release
+            of Triton describes a kernel differently.
     """
     if torch.version.hip:
         raise RuntimeError("the device has no CUDA driver")
@@ -313,7 +314,7 @@ def _sizes_of_arguments(driver: Any, function: int) -> tuple[int, ...]:
 
 
 def _shares(numel: int, tile: int, most_programs: int) -> tuple[int, int]:
-    """Return the number of programs and the number of values for each of them."""
+    """Return the number of programs and the number of values per program."""
     tiles = -(-numel // tile)
     tiles_each = tiles if tiles <= _FEW_TILES else -(-tiles // most_programs)
     return -(-tiles // tiles_each), tiles_each * tile
@@ -322,17 +323,16 @@ def _shares(numel: int, tile: int, most_programs: int) -> tuple[int, int]:
 def launch(
     kernels: ModuleType, row: Tensor, values: Values, sample: int | None, most_programs: int
 ) -> tuple[Any, Any] | None:
-    """Launch the kernels on the current device, and return the compiled ones if both were launched.
+    """Launch the kernels on the current device, and return both compiled kernels if both were launched.
 
-    The values are those whose :attr:`Values.real` is a plain array. In the Triton interpreter, the kernels accept CPU
-    tensors. The values are divided into at most ``most_programs`` shares. The rest is as for
-    :func:`add_statistics_on_device`.
+    :attr:`Values.real` must be a plain tensor. In the Triton interpreter, the kernels accept CPU tensors. The values
+    are divided into at most ``most_programs`` shares. The other arguments are as for :func:`add_statistics_on_device`.
     """
     numel = values.numel
     if not numel:
         return None
     programs, share = _shares(numel, kernels.ROWS * kernels.COLUMNS, min(most_programs, kernels.MOST_PROGRAMS))
-    # Arguments that a kernel does not use may be any tensor of the right type.
+    # Any tensor of the right dtype can be passed for unused arguments of a kernel.
     parts, counts = row, row.view(torch.int32)
     if programs > 1:
         parts, counts = _results(kernels, programs, row.device)
@@ -380,7 +380,7 @@ def launch(
 
 
 def _in_memory(tensor: Tensor, *, ordered: bool) -> Tensor:
-    """Return the tensor, or a copy, with contiguous memory. The values are in index order if ``ordered`` is true."""
+    """Return the tensor, or a copy with contiguous memory. If ``ordered`` is true, the values are in index order."""
     return tensor if tensor.is_contiguous() or (not ordered and is_dense(tensor)) else tensor.contiguous()
 
 
@@ -403,7 +403,7 @@ def _load(kind: _Kind) -> None:
     most = _PROGRAMS_PER_MULTIPROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
     most = min(most, triton_kernels.MOST_PROGRAMS)
     with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
-        for count in _counts(triton_kernels):  # with one program and with several
+        for count in _counts(triton_kernels):  # with one program and with several programs
             tensor, found = _numbers(count, dtype), empty_row(_SAMPLE if gathered else None).to(device)
             values = Values(tensor.to(device), 2.0)
             compiled = launch(triton_kernels, found, values, _SAMPLE if gathered else None, most)
@@ -423,7 +423,7 @@ def _load(kind: _Kind) -> None:
 def _quick_launcher(
     kernels: ModuleType, compiled: tuple[Any, Any], most_programs: int, device: torch.device, dtype: torch.dtype
 ) -> _Launcher | None:
-    """Return a launcher of compiled kernels, or None if this release of Triton launches them in another way."""
+    """Return a launcher of the compiled kernels, or None if this release of Triton launches kernels differently."""
     from triton.runtime import driver
 
     stream_of = driver.active.get_current_stream
@@ -442,7 +442,7 @@ _WAYS_TO_LAUNCH: Sequence[dict[str, bool]] = ({"direct": True}, {"with_constants
 
 
 def _is_right(launcher: _Launcher, tensor: Tensor, device: torch.device) -> bool:
-    """Return True if a launch gives the statistics of some numbers on the host."""
+    """Return True if a launch computes the same statistics of some numbers as the host."""
     there, found = tensor.to(device), empty_row().to(device)
     try:
         launcher.launch(there.get_device(), found.data_ptr(), there.data_ptr(), there.numel(), 2.0)
@@ -456,7 +456,7 @@ _SAMPLE = 5
 
 
 def _counts(kernels: ModuleType) -> tuple[int, int]:
-    """Return a number of values for one program, and one for several."""
+    """Return a number of values for one program, and a number of values for several programs."""
     return 9, (_FEW_TILES + 1) * kernels.ROWS * kernels.COLUMNS + 1
 
 

@@ -1,7 +1,7 @@
 """Statistics of CPU tensors in few torch passes, where each pass may depend on the result of the previous one.
 
-On a GPU, reading a result would synchronize the device, so every case is computed for every tensor. On the CPU reading
-a result is free, so NaN and infinities, which are rare, cost nothing until they occur.
+On a GPU, reading a result would synchronize the device, so every tensor goes through all passes. On the CPU, reading a
+result is free, so the extra passes for NaN and infinities only run when such values occur.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from lightning_recorder.reductions.values import PLAIN_TYPES, Values, bins_of, s
 __all__ = ["add_statistics_on_host"]
 
 # The temporaries for this many values stay in the caches and leave room for the data that the training needs next.
-# BLAS, which adds in few lanes, loses at most a relative 1e-12 of that many small squares next to a huge one.
+# With this many values, the relative error of a BLAS dot product with one huge and many small squares is below 1e-12.
 _PIECE = 1 << 16
 _MOST_VIEWS = 64
 
 
 @dataclass
 class _Head:
-    """The slots that are computed here, which are the first ones of a row, in the same order."""
+    """The slots computed in this module: the first slots of a row, in the same order."""
 
     count: float
     mean: float
@@ -48,9 +48,9 @@ _MISSING = tuple(part for part in LAYOUT if part.slots.stop > _COMPUTED)
 
 
 def add_statistics_on_host(row: Tensor, values: Values, sample: int | None) -> bool:
-    """Add the statistics of values to a state, if the values are in host memory; return False without any change.
+    """Add the statistics of values to a state, if the values are in host memory. Otherwise return False.
 
-    Row, values and sample are those of :func:`~lightning_recorder.reductions.kernels.fused.add_statistics`.
+    The arguments are as for :func:`~lightning_recorder.reductions.kernels.fused.add_statistics`.
     """
     raw = values.raw
     if not (raw.is_cpu and row.is_cpu and (type(raw) in PLAIN_TYPES or type(values.real) in PLAIN_TYPES)):
@@ -116,7 +116,7 @@ def _take(head: _Head, x: Tensor) -> None:
     mean: float = wide.sum().item() / count
     square = torch.dot(wide, wide).item()
     spread = square - mean * mean * count
-    if not square <= 16 * spread:  # with such a large mean, the squares have too little precision for the spread
+    if not square <= 16 * spread:  # the mean is too large to compute the spread from the squares with enough precision
         wide.sub_(mean)
         spread = torch.dot(wide, wide).item()
     _merge(head, count, mean, spread)
@@ -133,7 +133,7 @@ def _finite(head: _Head, x: Tensor) -> Tensor:
 
 
 def _merge(head: _Head, count: int, mean: float, m2: float) -> None:
-    """Merge the moments of further values (Chan, Golub & LeVeque, 1979)."""
+    """Merge the moments of more values (Chan, Golub & LeVeque, 1979)."""
     total = head.count + count
     share = count / total
     delta = mean - head.mean
@@ -146,7 +146,7 @@ def _sampled_counts(values: Values, sample: int) -> NDArray[np.int64]:
     """Return the number of sampled values in each bin."""
     if not _is_ready(values):
         return torch.bincount(bins_of(values.sampled(sample)), minlength=BINS).numpy()
-    # For so few values NumPy takes half the time of the torch operations.
+    # For so few values, NumPy is twice as fast as torch.
     x = values.raw.view(-1).numpy()
     if len(x) > sample:
         x = x[sample_places(len(x), sample)]
@@ -154,7 +154,7 @@ def _sampled_counts(values: Values, sample: int) -> NDArray[np.int64]:
 
 
 class _Scratch(threading.local):
-    """Scratch memory for the temporaries of a piece, one per thread. Reusing it is faster than fresh memory."""
+    """Scratch memory of each thread for the temporaries of a piece. Reusing memory is faster than allocating it."""
 
     def __init__(self) -> None:
         with torch.inference_mode(False):
@@ -162,7 +162,7 @@ class _Scratch(threading.local):
         self._views: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def of(self, dtype: torch.dtype, count: int) -> Tensor:
-        """Return a tensor of that dtype, ``[count]``, which shares its memory with all others."""
+        """Return a tensor of a dtype, ``[count]``. All returned tensors share the same memory."""
         view = self._views.get((dtype, count))
         if view is None:
             if len(self._views) == _MOST_VIEWS:

@@ -1,4 +1,4 @@
-"""The comparison of a kernel with torch, which decides whether the kernel is used."""
+"""The comparison of a kernel with torch, which rejects kernels with wrong results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def empty_row(sample: int | None = None) -> Tensor:
 
 
 def missing_parts(row: Tensor, values: Values, sample: int | None = None) -> tuple[Part, ...] | None:
-    """Return the parts that a kernel leaves to torch, or ``None`` if the kernel is wrong."""
+    """Return the parts of a row that a kernel did not compute, or ``None`` if its results are wrong."""
     empty, expected = empty_row(sample), empty_row(sample)
     Combined(row_reductions(sample=sample)).add(expected, values)
     finite = torch.arange(BINS, device="cpu") % (BINS // 2) < FINITE_BINS  # a NaN may have any of its bins

@@ -1,18 +1,19 @@
 """Triton kernels of the fused statistics on a GPU.
 
-Importing this module imports Triton, which few CPU installations have, so it is imported only to prepare a device.
+This module imports Triton, which few CPU installations have. It is therefore imported only when a device is prepared.
 
 A program runs on one multiprocessor and reduces one share of the values, tile by tile. A second kernel merges the
-results of the programs in order. Sums of deviations are float64, one per column of the tiles, so equal launches are
-bitwise equal. Only bins are added in the order in which the programs arrive, and integers are exact in any order.
+results of the programs in a fixed order. Sums of deviations are float64, one per column of the tiles, so repeated
+launches have bitwise equal results. Only bins are added in the order in which the programs arrive, but these are
+integers, whose sums are exact in any order.
 
-Bins are counted by atomic additions. ``tl.histogram`` takes time in proportion to the number of bins. Additions to the
-same address wait for each other, so several programs count in up to 32 copies of the bins, and zeros, which are the
-most frequent of equal values, are counted in registers.
+Bins are counted by atomic additions, because the time of ``tl.histogram`` is proportional to the number of bins.
+Additions to the same address wait for each other. Programs therefore count in up to 32 copies of the bins, and zeros,
+the most frequent value, are counted in registers.
 
 Note:
-    Constants are literals or parameters: Triton 3.2 uses a cached kernel even if a constant of the module that the
-    kernel uses has changed.
+    Kernels use only literals and parameters as constants, because Triton 3.2 reuses a cached kernel even if a module
+    constant has changed.
 """
 
 from __future__ import annotations
@@ -26,27 +27,28 @@ __all__ = ["COLUMNS", "COPIES", "MOST_PROGRAMS", "RESULTS", "ROWS", "merge_share
 # neighboring threads have neighboring values.
 ROWS, COLUMNS = 2, 512
 MOST_PROGRAMS = 2048
-RESULTS = 7  # the numbers that each of several programs writes for the merge
-COPIES = 32  # of the bins, for at least 8 programs each
+RESULTS = 7  # numbers per program to merge
+COPIES = 32  # maximum number of copies of the bins; at least 8 programs share a copy
 
 
 @triton.jit
 def _values_at(
     data: tl.tensor, places: tl.tensor, inside: tl.tensor, factor: tl.tensor, scaled: tl.tensor
 ) -> tl.tensor:
-    """Return the values at places, widened and multiplied; zero outside."""
+    """Return the values at the given indices, widened and multiplied by the factor; zero outside of the array."""
     values = tl.load(data + places, mask=inside, other=0.0)
     if values.dtype == tl.bfloat16:  # converts the bits, which preserves every NaN, as torch does
         values = (values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     elif values.dtype == tl.float16:
         values = values.to(tl.float32)
-    # Multiplying by one would change a NaN. The flag hides the factor of one from the compiler, which would fold this.
+    # Multiplying by one would change the bits of a NaN. The flag hides a factor of one from the compiler, which would
+    # simplify this expression.
     return tl.where(scaled != 0, values * factor.to(values.dtype), values)
 
 
 @triton.jit
 def _sizes_of(values: tl.tensor) -> tl.tensor:
-    """Return the bits of values without the signs as integers, so that subnormals are never mistaken for zeros."""
+    """Return the bits of the magnitudes as integers, so that subnormals are never mistaken for zeros."""
     return (
         values.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
         if values.dtype == tl.float64
@@ -56,13 +58,13 @@ def _sizes_of(values: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _infinity_of(values: tl.tensor) -> tl.tensor:
-    """Return the bits of an infinity of that dtype without the sign. Those of NaN are larger."""
+    """Return the bits of positive infinity in the dtype of the values. The bits of a NaN magnitude are larger."""
     return 0x7FF0000000000000 if values.dtype == tl.float64 else 0x7F800000
 
 
 @triton.jit
 def _bins_of(values: tl.tensor, bin_count: tl.constexpr, bin_shift: tl.constexpr) -> tl.tensor:
-    """Return the upper bits of values as float32. Finite values beyond its range use the largest float32."""
+    """Return the upper bits of the values as float32. Finite values beyond its range become the largest float32."""
     if values.dtype == tl.float64:
         bounded = tl.minimum(tl.maximum(values, -3.4028234663852886e38), 3.4028234663852886e38)
         values = tl.where(_sizes_of(values) < _infinity_of(values), bounded, values).to(tl.float32)
@@ -79,7 +81,7 @@ def _tile_at(
     rows: tl.constexpr,
     columns: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the values from a place on, ``[rows, columns]``, and a mask of those before the end."""
+    """Return the tile of values that starts at ``at``, ``[rows, columns]``, and a mask of the values before the end."""
     places = tl.arange(0, rows)[:, None] * columns + tl.arange(0, columns)[None, :]
     inside = places < tl.minimum(end - at, rows * columns).to(tl.int32)
     return _values_at(data + at, places, inside, factor, scaled), inside
@@ -87,7 +89,7 @@ def _tile_at(
 
 @triton.jit
 def _deviations_of(values: tl.tensor, inside: tl.tensor, pivot: tl.tensor) -> tl.tensor:
-    """Return the deviations from the pivot as float64; zero for values that are not finite."""
+    """Return the deviations from the pivot as float64; zero for nonfinite values."""
     finite = inside & (_sizes_of(values) < _infinity_of(values))
     return tl.where(finite, values.to(tl.float64) - pivot, 0.0)
 
@@ -108,7 +110,7 @@ def _mean_at(
     rows: tl.constexpr,
     columns: tl.constexpr,
 ) -> tl.tensor:
-    """Return the mean of the finite values of one tile; zero if there is none."""
+    """Return the mean of the finite values of one tile; zero if no value is finite."""
     values, inside = _tile_at(data, at, end, factor, scaled, rows, columns)
     finite = inside & (_sizes_of(values) < _infinity_of(values))
     total = tl.sum(tl.sum(_deviations_of(values, inside, 0.0), axis=0), axis=0)
@@ -126,7 +128,7 @@ def _squares_from(
     rows: tl.constexpr,
     columns: tl.constexpr,
 ) -> tl.tensor:
-    """Return the sum of the squared deviations of a share from the pivot."""
+    """Return the sum of the squared deviations from the pivot over one share of the values."""
     squares = tl.zeros([columns], tl.float64)
     for at in range(start, end, rows * columns):
         values, inside = _tile_at(data, at, end, factor, scaled, rows, columns)
@@ -146,7 +148,7 @@ def _count_places(
     bin_count: tl.constexpr,
     bin_shift: tl.constexpr,
 ) -> None:
-    """Add the values at this program's part of the places to the bins."""
+    """Count the values at this program's share of the sampled indices in the bins."""
     part = tl.cdiv(sampled, tl.num_programs(0))
     start = tl.program_id(0) * part
     end = tl.minimum(start + part, sampled)
@@ -177,7 +179,7 @@ def _merge(
     sampled: tl.tensor,
     sampled_numel: tl.constexpr,
 ) -> None:
-    """Merge the results into the first slots of a row, which ``row.py`` names (Chan, Golub & LeVeque 1979)."""
+    """Merge the results into the first slots of a row; see ``row.py`` (Chan, Golub & LeVeque 1979)."""
     before, mean_before, m2_before = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     total = before + count
     share = count / tl.maximum(total, 1.0)
@@ -207,7 +209,7 @@ def _write_part(
     zeros: tl.tensor,
     nans: tl.tensor,
 ) -> None:
-    """Write the results for :func:`merge_shares`, with the same number of all programs side by side."""
+    """Write the results of this program for :func:`merge_shares`, as a column of ``[7, programs]``."""
     tl.store(part, count)
     tl.store(part + programs, mean)
     tl.store(part + 2 * programs, m2)
@@ -217,7 +219,7 @@ def _write_part(
     tl.store(part + 6 * programs, nans)
 
 
-# Compiled once per dtype of the values, without specialization for numbers and addresses that are divisible by 16.
+# Compiled once per dtype, without specialization for numbers and addresses divisible by 16.
 @triton.jit(
     do_not_specialize=["data", "numel", "share", "factor", "scaled", "places", "sampled", "parts", "counts", "row"]
 )
@@ -240,7 +242,7 @@ def reduce_share(
     columns: tl.constexpr,
     most_copies: tl.constexpr,
 ) -> None:
-    """Reduce one share of the values. A single program writes to the row, several to the parts and the counts.
+    """Reduce one share of the values. A single program writes to the row; several programs write to parts and counts.
 
     Args:
         data: The values, ``[numel]`` float16, bfloat16, float32 or float64.
@@ -248,15 +250,15 @@ def reduce_share(
         share: The number of values per program, a multiple of the tile size.
         factor: The bits of the float64 factor. A float argument would arrive as float32.
         scaled: 0 if the factor is one, otherwise 1.
-        places: The places of the values to count in the bins, ``[sampled]`` int64, if ``gathered``.
+        places: The indices of the values to count in the bins, ``[sampled]`` int64, if ``gathered``.
         sampled: The maximum number of values to count in the bins; negative if the row has no slot for the sample.
         parts: The results of all programs, ``[7, programs]`` float64, for :func:`merge_shares`.
         counts: The copies of the bins, ``[most_copies, bin_count]`` int32, zero before the launch. Unused if
-            ``gathered``: the places are counted in the row.
-        row: The state, ``[width]`` float64, as :class:`Statistics` lays it out.
-        gathered: True if only the values at the places are counted in the bins.
+            ``gathered``, because sampled values are counted in the row.
+        row: The state, ``[width]`` float64, in the layout of :class:`Statistics`.
+        gathered: True to count only the values at ``places`` in the bins.
         first_bin: The slot of the first bin in the row.
-        bin_count: The number of bins, a power of two. The slot after them is for the number of values with a sample.
+        bin_count: The number of bins, a power of two. With a sample, the slot after the bins is the number of values.
         bin_shift: The shift that turns the bits of a float32 into its bin.
         rows: The number of rows of a tile.
         columns: The number of columns of a tile.
@@ -274,7 +276,7 @@ def reduce_share(
     highs = -lows
     finites = tl.zeros([columns], tl.int32)
     zeros = tl.zeros([columns], tl.int32)
-    negatives = tl.zeros([columns], tl.int32)  # of the zeros
+    negatives = tl.zeros([columns], tl.int32)  # the number of negative zeros
     nans = tl.zeros([columns], tl.int32)
     counts += (program % _copies_for(programs, most_copies)) * bin_count
     for at in range(start, end, rows * columns):
@@ -315,7 +317,7 @@ def reduce_share(
     shift = total / tl.maximum(count, 1.0)
     mean = pivot + shift
     m2 = square - total * shift
-    # If the mean of the first tile is too far from the mean, the squares lose precision, so they are summed again.
+    # If the pivot, the mean of the first tile, is too far from the mean, the squares lose precision. Sum them again.
     if not (square <= 16 * m2):
         m2 = _squares_from(mean, data, start, end, factor, scaled, rows, columns)
     low, high = tl.min(lows, axis=0).to(tl.float64), tl.max(highs, axis=0).to(tl.float64)
@@ -351,7 +353,7 @@ def merge_shares(
         sampled: The sample size, as for :func:`reduce_share`.
         row: The state.
         first_bin: The slot of the first bin in the row.
-        bin_count: The number of bins. The slot after them is for the number of values with a sample.
+        bin_count: The number of bins. With a sample, the slot after the bins is the number of values.
         most_programs: A power of two that is not less than ``programs``.
         most_copies: The maximum number of copies of the bins.
     """
