@@ -260,9 +260,9 @@ def draw(
             modules that call other modules, such as a position embedding.
         shapes: Show the functions that only change shapes or types, such as ``view`` and ``to``; without it, edges pass
             them and the caption counts them.
-        all: Show these, the functions whose results reach neither an output nor the loss, functions that compute one
-            number from nothing else, and each of several functions that compute a constant, such as a table of
-            positions.
+        all: Show these, the functions whose results reach neither an output nor the loss, the keys and values that are
+            returned for a later call, functions that compute one number from nothing else, and each of several
+            functions that compute a constant, such as a table of positions.
         roll: Draw a module that is called several times once, with the number of calls.
         fold: Draw equal siblings once, with their number.
         max_nodes: Reduce the view until it has at most this many nodes, by the rules of :func:`fit_view`; ``None`` sets
