@@ -594,6 +594,26 @@ def test_the_sides_of_a_unet_face_each_other(tmp_path: Path) -> None:
     assert all(middles[f"n{outputs[0]}"] < middles[f"n{edge.target}"] for edge in (*skips, last))
 
 
+def test_the_first_side_of_a_unet_ends_with_its_last_skip_connection() -> None:
+    """A result that is concatenated above the middle of a U-Net, and passed to it, is on the first side."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        one = net.one(net.first(x))
+        two = net.two(one)
+        three = net.three(two)
+        up = net.up_three(torch.cat([three, net.middle(three)], 1))
+        return net.up_one(torch.cat([one, net.up_two(torch.cat([two, up], 1))], 1))  # type: ignore[no-any-return]  # the attributes are not declared
+
+    sizes = {"first": (4, 4), "one": (4, 6), "two": (6, 5), "three": (5, 3), "middle": (3, 3)}
+    sizes |= {"up_three": (6, 5), "up_two": (10, 6), "up_one": (12, 4)}
+    net = Net(forward, **{name: linear(*size) for name, size in sizes.items()})
+    view = fit_view(capture_graph(net, X))
+    side, edges = sides(view) or ({}, [])
+    assert [node.name for node in view.nodes if side.get(node.id) == 0] == ["input", "first", "one", "two", "three"]
+    pairs = [(view[edge.source].name, view[edge.target].name) for edge in edges]
+    assert pairs == [("one", "cat"), ("two", "cat"), ("three", "cat"), ("three", "middle")]
+
+
 def test_other_graphs_have_no_sides() -> None:
     """Nested residual connections of one shape, and those used in the order of their making, are no U-Net.
 
