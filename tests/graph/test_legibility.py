@@ -508,6 +508,39 @@ def test_a_long_repeated_block_has_sheets(tmp_path: Path) -> None:
     assert not any("(continued)" in line for item in short.items for line in item.lines)
 
 
+def test_a_repeated_block_of_a_page_is_alone_on_it() -> None:
+    """A block that fits on a sheet is not divided, although the picture is hardly longer than a page and a half."""
+
+    def block() -> nn.Module:
+        inner = nn.Sequential(*(nn.Linear(4 + at, 5 + at) for at in range(20)), nn.Linear(24, 4))
+        return Net(lambda net, x: x + net.inner(x), inner=inner)
+
+    before = (nn.Linear(4 + at, 5 + at) for at in range(4))
+    after = (nn.Linear(4 + at, 5 + at) for at in range(4))
+    net = nn.Sequential(*before, nn.Linear(8, 4), nn.Sequential(*(block() for _ in range(6))), *after)
+    renderer = GraphvizRenderer(draw(net, X).view)
+    (call,) = (node for node in renderer.graph.module_calls() if node.repeats == 6)
+    assert len(renderer._sheets_of[call.id]) == 1
+    assert len(renderer._sheets_of[renderer.graph.root.id]) == 3
+
+
+def test_an_input_is_on_the_sheet_of_its_users() -> None:
+    """The input of a decoder and the functions of it are not beside the encoder, which ran before."""
+
+    def forward(net: Any, x: Tensor, y: Tensor) -> Tensor:
+        x = net.encoder(x)
+        y = (y + y.roll(1, 0)).tanh()
+        return net.decoder(net.first(y) + x)  # type: ignore[no-any-return]  # the attributes are not declared
+
+    chains = {name: nn.Sequential(*(nn.Linear(4 + at, 5 + at) for at in range(20))) for name in ("encoder", "decoder")}
+    net = Net(forward, **chains, first=nn.Linear(4, 24))
+    chains["decoder"][0] = nn.Linear(24, 5)
+    renderer = GraphvizRenderer(fit_view(capture_graph(net, X, X + 1)))
+    sheet = {renderer.graph[number].name: at for number, at in renderer._sheet.items()}
+    assert sheet["input[0]"] == sheet["encoder.0"] < sheet["first"]
+    assert {sheet[name] for name in ("input[1]", "roll", "tanh")} == {sheet["first"]}
+
+
 def test_an_input_is_not_alone_on_a_sheet() -> None:
     """A long repeated block is on the sheet with the input before it."""
 
