@@ -366,6 +366,33 @@ def test_an_open_block_is_below_those_before_it(tmp_path: Path) -> None:
     assert backward_edges(picture) == []
 
 
+def test_a_call_is_below_one_before_it_that_takes_a_constant_first(tmp_path: Path) -> None:
+    """An adapter of an early layer stands beside the body that ran before it, not beside the table of the body."""
+
+    def table(net: Any) -> Tensor:
+        return net.two(net.one(torch.arange(8.0).view(2, 4)).tanh()).exp()  # type: ignore[no-any-return]  # the attributes are not declared
+
+    def body(net: Any, x: Tensor, positions: Tensor) -> Tensor:
+        return net.two(net.one(x + positions) * positions) - positions  # type: ignore[no-any-return]  # as above
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = net.stem(x)
+        y = net.deep(x)
+        return net.body(y, net.table()) + net.adapter(x)  # type: ignore[no-any-return]  # as above
+
+    parts = {
+        "table": Net(table, one=linear(), two=linear()),
+        "body": Net(body, one=linear(), two=linear()),
+    }
+    chains = {name: nn.Sequential(linear(), nn.ReLU(), nn.Linear(4, 4)) for name in ("deep", "adapter")}
+    drawing = draw(Net(forward, stem=linear(), **parts, **chains), X)
+    picture = read_svg(drawing.save(tmp_path / "graph.svg"))
+    frames = {
+        call.name: _item(picture, call) for call in drawing.view.module_calls() if call.name in ("table", "adapter")
+    }
+    assert frames["table"].bottom < frames["adapter"].top
+
+
 def test_towers_stand_beside_each_other(tmp_path: Path) -> None:
     """A second tower stands beside the first one, although the head of the first one runs before it."""
 
