@@ -28,6 +28,7 @@ from lightning_recorder.graph import (
     fit_view,
 )
 from lightning_recorder.graph.layout_process import line_of, points_of
+from lightning_recorder.graph.renderers.labels import is_needless
 from lightning_recorder.graph.views.fit import drawn_nodes
 from lightning_recorder.graph.views.ports import with_ports
 from lightning_recorder.graph.views.sides import sides
@@ -133,9 +134,8 @@ def out_of_order(picture: Picture, view: Graph, direction: Direction = "TB") -> 
     is_facing = bool(GraphvizRenderer(view, direction=direction)._between)
     found = []
     for call in view.nodes:
-        placed = [
-            (child, each) for child in view.children(call) if child.kind == "module" for each in [_item(picture, child)]
-        ]
+        calls = [each for each in view.children(call) if each.kind == "module" and not is_needless(each, view)]
+        placed = [(child, _item(picture, child)) for child in calls]
         for (one, first), (other, second) in pairwise(placed):
             # Where both begin at one height, the titles of frames differ.
             ahead = first.top - second.top if direction == "TB" else first.left - second.left
