@@ -28,6 +28,7 @@ from lightning_recorder.graph import (
     fit_view,
 )
 from lightning_recorder.graph.layout_process import line_of, points_of
+from lightning_recorder.graph.renderers.labels import is_needless
 from lightning_recorder.graph.views.fit import drawn_nodes
 from lightning_recorder.graph.views.ports import with_ports
 from lightning_recorder.graph.views.sides import sides
@@ -133,9 +134,8 @@ def out_of_order(picture: Picture, view: Graph, direction: Direction = "TB") -> 
     is_facing = bool(GraphvizRenderer(view, direction=direction)._between)
     found = []
     for call in view.nodes:
-        placed = [
-            (child, each) for child in view.children(call) if child.kind == "module" for each in [_item(picture, child)]
-        ]
+        calls = [each for each in view.children(call) if each.kind == "module" and not is_needless(each, view)]
+        placed = [(child, _item(picture, child)) for child in calls]
         for (one, first), (other, second) in pairwise(placed):
             # Where both begin at one height, the titles of frames differ.
             ahead = first.top - second.top if direction == "TB" else first.left - second.left
@@ -366,6 +366,33 @@ def test_an_open_block_is_below_those_before_it(tmp_path: Path) -> None:
     assert backward_edges(picture) == []
 
 
+def test_a_call_is_below_one_before_it_that_takes_a_constant_first(tmp_path: Path) -> None:
+    """An adapter of an early layer stands beside the body that ran before it, not beside the table of the body."""
+
+    def table(net: Any) -> Tensor:
+        return net.two(net.one(torch.arange(8.0).view(2, 4)).tanh()).exp()  # type: ignore[no-any-return]  # the attributes are not declared
+
+    def body(net: Any, x: Tensor, positions: Tensor) -> Tensor:
+        return net.two(net.one(x + positions) * positions) - positions  # type: ignore[no-any-return]  # as above
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = net.stem(x)
+        y = net.deep(x)
+        return net.body(y, net.table()) + net.adapter(x)  # type: ignore[no-any-return]  # as above
+
+    parts = {
+        "table": Net(table, one=linear(), two=linear()),
+        "body": Net(body, one=linear(), two=linear()),
+    }
+    chains = {name: nn.Sequential(linear(), nn.ReLU(), nn.Linear(4, 4)) for name in ("deep", "adapter")}
+    drawing = draw(Net(forward, stem=linear(), **parts, **chains), X)
+    picture = read_svg(drawing.save(tmp_path / "graph.svg"))
+    frames = {
+        call.name: _item(picture, call) for call in drawing.view.module_calls() if call.name in ("table", "adapter")
+    }
+    assert frames["table"].bottom < frames["adapter"].top
+
+
 def test_towers_stand_beside_each_other(tmp_path: Path) -> None:
     """A second tower stands beside the first one, although the head of the first one runs before it."""
 
@@ -508,6 +535,39 @@ def test_a_long_repeated_block_has_sheets(tmp_path: Path) -> None:
     assert not any("(continued)" in line for item in short.items for line in item.lines)
 
 
+def test_a_repeated_block_of_a_page_is_alone_on_it() -> None:
+    """A block that fits on a sheet is not divided, although the picture is hardly longer than a page and a half."""
+
+    def block() -> nn.Module:
+        inner = nn.Sequential(*(nn.Linear(4 + at, 5 + at) for at in range(20)), nn.Linear(24, 4))
+        return Net(lambda net, x: x + net.inner(x), inner=inner)
+
+    before = (nn.Linear(4 + at, 5 + at) for at in range(4))
+    after = (nn.Linear(4 + at, 5 + at) for at in range(4))
+    net = nn.Sequential(*before, nn.Linear(8, 4), nn.Sequential(*(block() for _ in range(6))), *after)
+    renderer = GraphvizRenderer(draw(net, X).view)
+    (call,) = (node for node in renderer.graph.module_calls() if node.repeats == 6)
+    assert len(renderer._sheets_of[call.id]) == 1
+    assert len(renderer._sheets_of[renderer.graph.root.id]) == 3
+
+
+def test_an_input_is_on_the_sheet_of_its_users() -> None:
+    """The input of a decoder and the functions of it are not beside the encoder, which ran before."""
+
+    def forward(net: Any, x: Tensor, y: Tensor) -> Tensor:
+        x = net.encoder(x)
+        y = (y + y.roll(1, 0)).tanh()
+        return net.decoder(net.first(y) + x)  # type: ignore[no-any-return]  # the attributes are not declared
+
+    chains = {name: nn.Sequential(*(nn.Linear(4 + at, 5 + at) for at in range(20))) for name in ("encoder", "decoder")}
+    net = Net(forward, **chains, first=nn.Linear(4, 24))
+    chains["decoder"][0] = nn.Linear(24, 5)
+    renderer = GraphvizRenderer(fit_view(capture_graph(net, X, X + 1)))
+    sheet = {renderer.graph[number].name: at for number, at in renderer._sheet.items()}
+    assert sheet["input[0]"] == sheet["encoder.0"] < sheet["first"]
+    assert {sheet[name] for name in ("input[1]", "roll", "tanh")} == {sheet["first"]}
+
+
 def test_an_input_is_not_alone_on_a_sheet() -> None:
     """A long repeated block is on the sheet with the input before it."""
 
@@ -592,6 +652,26 @@ def test_the_sides_of_a_unet_face_each_other(tmp_path: Path) -> None:
     assert all(picture.named(f"n{e.source}").right < picture.named(f"n{e.target}").left for e in (*skips, last))
     outputs = [node.id for node in drawing.view.nodes if node.kind == "output"]
     assert all(middles[f"n{outputs[0]}"] < middles[f"n{edge.target}"] for edge in (*skips, last))
+
+
+def test_the_first_side_of_a_unet_ends_with_its_last_skip_connection() -> None:
+    """A result that is concatenated above the middle of a U-Net, and passed to it, is on the first side."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        one = net.one(net.first(x))
+        two = net.two(one)
+        three = net.three(two)
+        up = net.up_three(torch.cat([three, net.middle(three)], 1))
+        return net.up_one(torch.cat([one, net.up_two(torch.cat([two, up], 1))], 1))  # type: ignore[no-any-return]  # the attributes are not declared
+
+    sizes = {"first": (4, 4), "one": (4, 6), "two": (6, 5), "three": (5, 3), "middle": (3, 3)}
+    sizes |= {"up_three": (6, 5), "up_two": (10, 6), "up_one": (12, 4)}
+    net = Net(forward, **{name: linear(*size) for name, size in sizes.items()})
+    view = fit_view(capture_graph(net, X))
+    side, edges = sides(view) or ({}, [])
+    assert [node.name for node in view.nodes if side.get(node.id) == 0] == ["input", "first", "one", "two", "three"]
+    pairs = [(view[edge.source].name, view[edge.target].name) for edge in edges]
+    assert pairs == [("one", "cat"), ("two", "cat"), ("three", "cat"), ("three", "middle")]
 
 
 def test_other_graphs_have_no_sides() -> None:

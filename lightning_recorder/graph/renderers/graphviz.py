@@ -23,7 +23,7 @@ from lightning_recorder.graph.renderers.graphviz_styler import (
     GraphvizStyler,
     small,
 )
-from lightning_recorder.graph.renderers.labels import in_bracket, short_name, shown_shapes, shown_times
+from lightning_recorder.graph.renderers.labels import in_bracket, is_needless, short_name, shown_shapes, shown_times
 from lightning_recorder.graph.renderers.order import constraints
 from lightning_recorder.graph.renderers.sheets import facing, label_size, rows, sheets
 from lightning_recorder.graph.views.fit import drawn_nodes
@@ -204,7 +204,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
 
     @override
     def render_recursive_node(self, canvas: Digraph, node: Node) -> None:
-        if not self.frames:
+        if not self.frames or is_needless(node, self.graph):
             self.render_contents(canvas, node)
             return
         style = self.styler.style_frame(node, self.graph)
@@ -223,7 +223,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         }
         sizes |= {node.id: (6.0, 6.0) for node in self.graph.nodes if node.kind == "port"}
         for call in self.graph.module_calls() if self.frames else ():
-            if call.id not in sizes:
+            if call.id not in sizes and not is_needless(call, self.graph):
                 label = self.styler.style_frame(call, self.graph).get("label", "")
                 sizes[call.id] = label_size(label, NAME_PT, DETAIL_PT)
         return sizes

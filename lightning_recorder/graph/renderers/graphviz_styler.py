@@ -252,7 +252,7 @@ def _label(node: Node, graph: Graph, *, shapes: bool, details: Iterable[str] = (
         name = node.type_name  # an unregistered module without parameters needs no number
     # torch names in-place functions with an underscore at the end.
     name += "_" if node.kind == "op" and node.note == IN_PLACE and node.name not in _ALWAYS_IN_PLACE else ""
-    name = f"{name} {labels.shown_times(node)}".strip()
+    name = f"{name} {labels.shown_times(labels.with_all_times(node, graph))}".strip()
     lines = [_bold(name) if node.kind in _PROMINENT else dot_label(name)] if name else []
     if about := labels.class_and_size(node) if node.kind in ("module", "op") else node.type_name:
         lines.append(small(about))

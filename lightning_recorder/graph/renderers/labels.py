@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lightning_recorder.graph.model import IN_PLACE, RECOMPUTED, VMAPPED, Edge, Graph, Node
 from lightning_recorder.graph.views.dilations import dilations_in
 
@@ -10,6 +12,7 @@ __all__ = [
     "class_and_size",
     "full_name",
     "in_bracket",
+    "is_needless",
     "own_name",
     "repetition",
     "same_weights",
@@ -26,6 +29,7 @@ __all__ = [
     "times",
     "title",
     "unused",
+    "with_all_times",
 ]
 
 _LONGEST_NAME = 60  # maximum number of characters
@@ -178,6 +182,21 @@ def shown_times(node: Node) -> str:
     if node.repeats == 1:
         return ""
     return f"×{node.repeats}" + " side by side" * node.parallel + ", same weights" * node.shared
+
+
+def is_needless(call: Node, graph: Graph) -> bool:
+    """Return True for the frame around a single function that is drawn once for several beside each other."""
+    inside = graph.children(call)
+    alone = inside[0] if len(inside) == 1 and inside[0].kind == "op" else None
+    return alone is not None and call.parallel and not call.name and (alone.parallel or alone.repeats == 1)
+
+
+def with_all_times(node: Node, graph: Graph) -> Node:
+    """Return a function with the repetitions of the needless frame around it, or the node itself."""
+    around = graph[node.parent] if node.parent is not None else graph.root
+    if not is_needless(around, graph):
+        return node
+    return replace(node, repeats=node.repeats * around.repeats, parallel=True)
 
 
 def shown_dilations(node: Node, graph: Graph) -> str:

@@ -10,6 +10,7 @@ from lightning_recorder.graph.renderers.escape import mermaid_label, yaml_string
 from lightning_recorder.graph.renderers.graphviz import Direction, check_direction
 from lightning_recorder.graph.renderers.labels import (
     class_and_size,
+    is_needless,
     short_name,
     shown_across,
     shown_dilations,
@@ -18,6 +19,7 @@ from lightning_recorder.graph.renderers.labels import (
     tied_to,
     times,
     title,
+    with_all_times,
 )
 
 __all__ = ["MermaidRenderer", "to_mermaid"]
@@ -86,6 +88,9 @@ class MermaidRenderer(BaseRenderer[list[str]]):
 
     @override
     def render_recursive_node(self, canvas: list[str], node: Node) -> None:
+        if is_needless(node, self.graph):
+            self.render_contents(canvas, node)
+            return
         words = " ".join(part for part in (self._name(node), class_and_size(node)) if part)
         self._put(canvas, node, f"subgraph n{node.id}[{mermaid_label([words])}]")
         self.render_contents(canvas, node)
@@ -110,7 +115,8 @@ class MermaidRenderer(BaseRenderer[list[str]]):
         return [*looks, *frames, *marks, *([_LINES] if self.graph.edges else [])]
 
     def _name(self, node: Node) -> str:
-        parts = ("✗" * node.failed, short_name(node, self.graph), shown_times(node), shown_dilations(node, self.graph))
+        number = shown_times(with_all_times(node, self.graph))
+        parts = ("✗" * node.failed, short_name(node, self.graph), number, shown_dilations(node, self.graph))
         return " ".join(part for part in parts if part)
 
     def _put(self, canvas: list[str], node: Node, line: str) -> None:

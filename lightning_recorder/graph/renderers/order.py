@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator, Sequence
 
 from lightning_recorder.graph.model import Graph, Node
@@ -75,8 +77,8 @@ class _Order:
         children = self._graph.children(call)
         if not children:
             return
-        entries = [self._entry(child) for child in children if child.kind == "module"]
-        wanted = [(self._before(entries[: at + 1], each), each) for at, each in enumerate(entries[1:])]
+        calls = [child for child in children if child.kind == "module"]
+        wanted = [(self._before(calls[: at + 1], each), self._entry(each)) for at, each in enumerate(calls[1:])]
         first = self._entry(call)
         if call.parent is not None and first is not None:
             starts = [each for each in self._starts(call) if each != first]
@@ -92,19 +94,25 @@ class _Order:
             if one is not None and other is not None:
                 yield one, other
 
-    def _before(self, entries: Sequence[int | None], after: int | None) -> int | None:
-        """Return the entry of the call that must not be drawn after the call with the entry ``after``.
+    def _before(self, calls: Sequence[Node], after: Node) -> int | None:
+        """Return the entry of the call that must not be drawn behind the next one: the last call before it.
 
         This is usually the previous call. If the call shares no data with the previous call, such as the second of two
         towers, it may be drawn beside the first call of the other tower.
         """
-        before = last = entries[-1]
-        for each in reversed(entries):
-            if each is None or last is None or after is None or self._data[each] & self._data[after]:
+        before = last = self._entry(calls[-1])
+        entry = self._entry(after)
+        for call in reversed(calls):
+            each = self._entry(call)
+            if each is None or last is None or entry is None or self._data_in(call) & self._data[entry]:
                 break
-            is_tower = self._data[after] and self._follows(each, last)
+            is_tower = self._data[entry] and self._follows(each, last)
             before = each if is_tower else before
         return before
+
+    def _data_in(self, call: Node) -> int:
+        """Return the inputs and random tensors that the nodes inside a call depend on, as the bits of a number."""
+        return functools.reduce(operator.or_, (self._data[each] for each in self._inside.get(call.id, ())), 0)
 
     def _lead(self, start: int, entry: int) -> int:
         """Return the length of the longest path from a constant to a node that depends on the entry of a call."""

@@ -72,13 +72,19 @@ class _Plan:
         ]
         self._atom = {node.id: self._block(node) for node in self._nodes}
         self._constants: set[int] = set()
-        """The nodes that do not depend on any input or module."""
+        """The nodes that depend on no input and no module."""
+        self._loose: set[int] = set()
+        """Those, and the inputs and functions that depend on no module, such as labels that are shifted."""
         into: dict[int, set[int]] = {}
         for edge in self._onward:
             into.setdefault(edge.target, set()).add(edge.source)
         for node in self._nodes:
             if node.kind not in ("input", "module") and into.get(node.id, set()) <= self._constants:
                 self._constants.add(node.id)
+            if node.kind != "module" and into.get(node.id, set()) <= self._loose:
+                self._loose.add(node.id)
+        if not any(node.kind == "module" for node in self._nodes):
+            self._loose = self._constants
         self._start, self._end = self._places(in_turn=False)
 
     def _block(self, node: Node) -> int:
@@ -93,8 +99,8 @@ class _Plan:
     def _places(self, *, in_turn: bool) -> tuple[dict[int, float], dict[int, float]]:
         """Return the beginning and the end of each node along the flow, in points.
 
-        With ``in_turn``, each frame begins after the end of the frames that ran before it, even if it takes no tensor
-        from them.
+        With ``in_turn``, each frame begins behind the frames that ran before it, even if it needs nothing of them, and
+        an input is near its users.
         """
         into: dict[int, list[int]] = {}
         users: dict[int, list[int]] = {}
@@ -119,7 +125,8 @@ class _Plan:
                 last[around.id] = number, floor, max(bottom, end[node.id])
         # Graphviz draws a node near its users if it has at least as many users as sources.
         for node in reversed(self._nodes):
-            if len(users.get(node.id, ())) >= max(1, len(into.get(node.id, ()))):
+            is_late = in_turn and node.id in users and node.id in self._loose
+            if is_late or len(users.get(node.id, ())) >= max(1, len(into.get(node.id, ()))):
                 after = min(start[each] - self._borders(node.id, self._graph[each]) for each in users[node.id])
                 start[node.id] = max(start[node.id], after - self._along(node.id) - _RANK_GAP)
                 end[node.id] = start[node.id] + self._along(node.id)
@@ -166,14 +173,18 @@ class _Plan:
         long = max(self._end.values())
         one = dict.fromkeys((node.id for node in self._nodes), 0)
         nodes = {node: node for node in one}
-        for atom in (self._atom, nodes) if long > _LONGEST_BLOCK else (self._atom,):
-            self._atom = atom
-            options = [self._divided(long, number) for number in range(2, most + 1)]
-            # A division is not worthwhile if a block that must stay whole is nearly as long as the picture.
+        ways = [(self._atom, most)]
+        if long > _LONGEST_BLOCK:
+            # A block that fits on a sheet is alone there rather than divided.
+            ways += [(self._atom, _MOST), (nodes, most)]
+        for self._atom, parts in ways:
+            options = [self._divided(long, number) for number in range(2, parts + 1)]
+            # A block that cannot be divided may be nearly as long as the picture.
             found = [each for each in options if self.longest(each) <= _WORTHWHILE * long]
             if found:
-                fitting = (each for each in found if self.longest(each) <= _SHEETS_GOAL * self.breadth(each))
-                return next(fitting, min(found, key=self.longest))
+                fitting = [each for each in found if self.longest(each) <= _SHEETS_GOAL * self.breadth(each)]
+                short = (each for each in fitting if self.longest(each) <= 2 * _PAGE)
+                return next(short, next(iter(fitting), min(found, key=self.longest)))
         return one
 
     def breadth(self, sheet: Mapping[int, int]) -> float:
@@ -227,7 +238,7 @@ class _Plan:
                     sheet[target], changed = sheet[source], True
 
     def _put_near_users(self, sheet: dict[int, int]) -> None:
-        """Move constants, such as the queries of a DETR, to the sheet of their first user.
+        """Move constants, such as the queries of a DETR, and inputs to the sheet of their first user.
 
         A constant stays if that sheet has no other node of a frame around the constant. It moves back if several of its
         sources stay on earlier sheets.
@@ -241,7 +252,7 @@ class _Plan:
         for node in self._nodes:
             for call in self._graph.ancestors(node):
                 inside.setdefault(call.id, set()).add(self._atom[node.id])
-        free = [each for each in self._nodes if each.id in self._constants and self._atom[each.id] == each.id]
+        free = [each for each in self._nodes if each.id in self._loose and self._atom[each.id] == each.id]
         for node in reversed(free):
             first = min((sheet[each] for each in users.get(node.id, ())), default=sheet[node.id])
             around = (inside[call.id] - {node.id} for call in self._graph.ancestors(node))

@@ -11,7 +11,16 @@ from lightning_recorder.errors import ArgumentError
 from lightning_recorder.graph.model import Edge, Graph, Kind, Node
 from lightning_recorder.graph.views.rebuild import rebuilt
 
-__all__ = ["PLUMBING", "drop_dead_ends", "drop_empty_calls", "drop_isolated", "drop_zeros", "hide", "without"]
+__all__ = [
+    "PLUMBING",
+    "drop_caches",
+    "drop_dead_ends",
+    "drop_empty_calls",
+    "drop_isolated",
+    "drop_zeros",
+    "hide",
+    "without",
+]
 
 PLUMBING = frozenset(
     (
@@ -59,7 +68,11 @@ PLUMBING = frozenset(
 )
 """Functions that move or rename values without computing any."""
 
-_LONGEST_INDEX = 14  # maximum number of characters of an index that is shown as the part of a tensor
+# The parts of paths that libraries give to the states of the tokens before, such as ``past_key_values`` and
+# ``cache_params``.
+_CACHE = re.compile(r"(?<![a-z])(past_key_values?|caches?)(?![a-z])")
+
+_LONGEST_INDEX = 14  # characters; a longer one is no name of a part
 
 
 def without(graph: Graph, kinds: Kind | Collection[Kind]) -> Graph:
@@ -130,6 +143,19 @@ def drop_zeros(graph: Graph) -> Graph:
     kept = [node for node in graph.nodes if node.id not in past]
     edges = [_led_past(edge, past, graph) for edge in graph.edges if edge.target not in past]
     return rebuilt(graph, kept, {node.id: node.id for node in kept}, edges) if past else graph
+
+
+def drop_caches(graph: Graph) -> Graph:
+    """Remove the outputs that keep keys, values or states for a later call, which may take one from each layer.
+
+    A graph that takes a cache as an input keeps them, and so does one without other outputs and a backward pass.
+    """
+    caches = {node.id for node in graph.nodes if node.kind in ("input", "output") and _CACHE.search(node.name)}
+    others = any(node.kind in ("output", "backward") for node in graph.nodes if node.id not in caches)
+    if not caches or not others or any(graph[each].kind == "input" for each in caches):
+        return graph
+    kept = [node for node in graph.nodes if node.id not in caches]
+    return rebuilt(graph, kept, {node.id: node.id for node in kept})
 
 
 def _is_empty(node: Node) -> bool:

@@ -15,6 +15,7 @@ from lightning_recorder.graph.views.constants import drop_numbers, join_constant
 from lightning_recorder.graph.views.dense import close_dense
 from lightning_recorder.graph.views.dilations import with_dilations
 from lightning_recorder.graph.views.drop import (
+    drop_caches,
     drop_dead_ends,
     drop_empty_calls,
     drop_isolated,
@@ -49,16 +50,15 @@ def fit_view(
 ) -> Graph:
     """Return the most detailed view with a limited number of nodes.
 
-    The view removes isolated tensors, the parameters and buffers of closed calls, functions that compute nothing
-    (:data:`PLUMBING`), and functions whose results reach neither an output nor the loss. It also removes functions that
-    compute one number from numbers only. Four or more functions that compute a constant become one node, and repeated
-    blocks are folded. The greatest depth at which the view fits is used.
-
-    Without ``depth``, a block of five or more parts is closed if each part uses the results of nearly all parts before
-    it. A module with more than half of the parameters is opened further as long as the view fits. If the view has less
-    than half of ``max_nodes``, the first closed block of each kind is opened as an example, together with equal blocks,
-    as long as the view has at most two thirds of ``max_nodes``. If not even the smallest view fits, a parameter or
-    buffer that two loops use is drawn in each of them. :attr:`Graph.left_out` counts the functions that were removed.
+    Isolated tensors, the parameters and buffers of closed calls, functions that compute nothing (:data:`PLUMBING`), and
+    functions whose results reach neither an output nor the loss are removed. So are functions that compute one number
+    from nothing else, and the keys and values that are returned for a later call. Four or more functions that compute a
+    constant become one node, and repeated blocks are folded. Then the greatest depth at which the view fits is used.
+    Without ``depth``, a block of five or more parts is closed if nearly each part takes the results of all parts before
+    it, and a module with more than half of the parameters is opened further as long as the view fits. In a view with
+    less than half of the nodes, the first closed block of each kind is opened as an example, with those that are equal
+    to it, up to two thirds of the nodes. If not even the smallest view fits, a parameter or buffer that two loops use
+    is drawn in each of them. :attr:`Graph.left_out` counts the functions that were removed.
 
     Args:
         graph: A recorded graph.
@@ -214,9 +214,11 @@ def _essential(graph: Graph, folded: Callable[[Graph], Graph], *, shapes: bool, 
         graph: A view that is not folded.
         folded: A function that folds a view.
         shapes: Show the functions that only change shapes.
-        dead: Show the functions whose results reach neither an output nor the loss.
-        constants: Show each function that computes a constant.
+        dead: Show the functions whose results reach neither an output nor the loss, and the keys and values for a
+            later call.
+        constants: Show each of several functions that compute a constant.
     """
+    whole, graph = graph, graph if dead else drop_caches(graph)
     shown = graph if shapes else hide(graph)
     used = shown if dead else drop_dead_ends(shown)
 
@@ -232,7 +234,12 @@ def _essential(graph: Graph, folded: Callable[[Graph], Graph], *, shapes: bool, 
     numbers = 0 if dead else len(used.nodes) - len(drop_numbers(used).nodes)
     with_zeros, view = view, view if dead else drop_zeros(view)
     counts = {"shape function": len(graph.nodes) - len(shown.nodes), "unused result": len(unused)}
-    counts |= {"constant number": numbers, "zero addition": len(with_zeros.nodes) - len(view.nodes)}
+    cached = sum(len(node.outputs) for node in whole.nodes) - sum(len(node.outputs) for node in graph.nodes)
+    counts |= {
+        "cached tensor": cached,
+        "constant number": numbers,
+        "zero addition": len(with_zeros.nodes) - len(view.nodes),
+    }
     return replace(view, left_out=tuple(f"{n} {what}{'s' * (n > 1)}" for what, n in counts.items() if n))
 
 

@@ -50,9 +50,14 @@ def sides(graph: Graph) -> tuple[dict[int, int], list[Edge]] | None:
                 del across[edge.source]
         if starts[cut - 1]:
             across[nodes[cut - 1].id] = list(starts[cut - 1])
-        several = [users for users in across.values() if len(users) > 1]
         ordered = sorted(across.items(), key=lambda each: place[each[0]])
+        several = [users for _, users in ordered if len(users) > 1]
         single = [users[0] for source, users in ordered if len(users) == 1 and graph[source].kind not in TENSORS]
+        deepest = [users for source, users in ordered if graph[source].kind not in TENSORS][-1:]
+        bottom = sorted((edge for users in deepest for edge in users), key=lambda each: -place[each.target])
+        if len(bottom) == 2 and single and _kind(bottom[0], graph) == _kind(single[-1], graph):
+            # The last skip connection begins where the first side ends, at a level without a smaller one below it.
+            single, several = [*single, *bottom], [users for users in several if users is not deepest[0]]
         kinds = [_kind(edge, graph) for edge in single]
         # Edges into nodes of other kinds are no skip connections. One may lead to the loss, for example.
         common = max(kinds[:-1], key=kinds.count, default="")

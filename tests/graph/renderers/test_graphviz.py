@@ -31,6 +31,7 @@ from lightning_recorder.graph import (
     collapse,
     fit_view,
     fold_repeats,
+    to_mermaid,
     without,
 )
 from lightning_recorder.graph.model import Kind
@@ -545,3 +546,36 @@ def test_the_next_repetition_has_a_dashed_line(tmp_path: Path) -> None:
     assert [item.lines for item in draw(sketch.graph(), tmp_path).items if item.kind == "edge" and item.texts] == [
         [" next "]
     ]
+
+
+def test_a_single_function_has_no_frame_of_its_own() -> None:
+    """States that are made before two pairs of layers use them are one node, without a frame for the pairs."""
+
+    def mix(net: Any, x: Tensor, state: Tensor) -> Tensor:
+        return net.two(net.one(x) * state)  # type: ignore[no-any-return]  # the attributes are not declared
+
+    def attend(net: Any, x: Tensor) -> Tensor:
+        return net.one(x).tanh() + x  # type: ignore[no-any-return]  # as above
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        states = [torch.zeros(2, 4) for _ in range(4)]
+        for layer in net.layers:
+            x = layer(x) if hasattr(layer, "last") else layer(x, states.pop(0))
+        return x
+
+    def last() -> nn.Module:
+        layer = Net(attend, one=linear())
+        layer.last = True  # type: ignore[assignment]  # as above
+        return layer
+
+    pairs = [Net(mix, one=linear(), two=linear()) for _ in range(4)]
+    layers = nn.ModuleList([*pairs[:2], last(), *pairs[2:], last()])
+    view = fit_view(capture_graph(Net(forward, layers=layers), X))
+    zeros = only(view, "zeros")
+    assert (zeros.repeats, view[zeros.parent or 0].repeats) == (2, 2)
+    source = GraphvizRenderer(view).render().source
+    assert "zeros ×4 side by side" in source
+    assert f"cluster_{zeros.parent} " not in source
+    text = to_mermaid(view)
+    assert "zeros ×4 side by side" in text
+    assert text.count("subgraph") == source.count("subgraph")

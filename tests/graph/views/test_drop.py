@@ -138,6 +138,29 @@ def test_additions_of_zero_are_left_out() -> None:
     assert view.left_out == ("1 zero addition",)
 
 
+def test_caches_are_left_out() -> None:
+    """The keys and values that a model returns for later calls are counted, not drawn, and so is what computes them."""
+
+    def forward(net: Any, x: Tensor, past_key_values: Any = None) -> dict[str, Any]:
+        cache = []
+        for place, layer in enumerate(net.layers):
+            x = layer(x if past_key_values is None else x + past_key_values[place][0])
+            cache.append((x.exp(), x))
+        return {"logits": x, "past_key_values": cache, "cached": x.sin()}
+
+    net = Net(forward, layers=nn.ModuleList(linear() for _ in range(2)))
+    view = fit_view(capture_graph(net, X))
+    lines = ["input", "layers.0: Linear <- input", "layers.1: Linear <- layers.0", "sin <- layers.1"]
+    lines += ["output.logits <- layers.1", "output.cached <- sin"]
+    assert outline(view, outputs=True) == "\n".join(lines)
+    assert view.left_out == ("2 unused results", "4 cached tensors")
+    assert "past_key_values" in outline(fit_view(capture_graph(net, X), all=True), outputs=True)
+    later = fit_view(capture_graph(net, X, past_key_values=[(X + 1, X + 2), (X + 3, X + 4)]))
+    assert "output.past_key_values" in outline(later, outputs=True)
+    alone = fit_view(capture_graph(Net(lambda _, x: {"cache": [x.exp(), x.sin()]}), X))
+    assert outline(alone, outputs=True).count("output.cache") == 2
+
+
 def test_drop_isolated() -> None:
     """Tensors and functions without any edge are removed; calls stay."""
 

@@ -29,22 +29,22 @@ from tests.graph.outline import outline, text
 
 
 def _cached(_: Any, x: Tensor) -> dict[str, Any]:
-    return {"logits": x.exp(), "cache": [(x + layer, x * layer) for layer in range(3)], "few": [x.cos(), x.sin()]}
+    return {"logits": x.exp(), "states": [(x + layer, x * layer) for layer in range(3)], "few": [x.cos(), x.sin()]}
 
 
-def test_a_cache_is_one_output() -> None:
+def test_a_long_container_is_one_output() -> None:
     """More than four outputs of one container become one node with all of their tensors; fewer stay separate."""
     graph = capture_graph(Net(_cached), X)
     view = gather(graph)
     outputs = {node.name: len(node.outputs) for node in view.nodes if node.kind == "output"}
-    assert outputs == {"output.logits": 1, "output.cache": 6, "output.few[0]": 1, "output.few[1]": 1}
-    (cache,) = (node for node in view.nodes if node.name == "output.cache")
-    assert sum(edge.multiplicity for edge in view.into(cache)) == 6
+    assert outputs == {"output.logits": 1, "output.states": 6, "output.few[0]": 1, "output.few[1]": 1}
+    (states,) = (node for node in view.nodes if node.name == "output.states")
+    assert sum(edge.multiplicity for edge in view.into(states)) == 6
     assert Graph.from_json(view.to_json()) == view
     assert [node.name for node in fit_view(graph).nodes if node.kind == "output"] == list(outputs)
 
 
-def test_the_cache_of_two_layers_is_one_output() -> None:
+def test_the_states_of_two_layers_are_one_output() -> None:
     """Tensors in containers inside a container are one node if there are more than two, so that the layers fold."""
 
     def forward(net: Any, x: Tensor) -> dict[str, Any]:
@@ -52,14 +52,14 @@ def test_the_cache_of_two_layers_is_one_output() -> None:
         for layer in net.children():
             x, keys, values = layer(x)
             cache.append({"keys": keys, "values": values})
-        return {"logits": x, "cache": cache, "one": [{"keys": x.sin(), "values": x.cos()}]}
+        return {"logits": x, "states": cache, "one": [{"keys": x.sin(), "values": x.cos()}]}
 
     def layer() -> nn.Module:
         return Net(lambda net, x: (net.fc(x), x + 1, x * 2), fc=linear())
 
     view = fit_view(capture_graph(Net(forward, layer0=layer(), layer1=layer()), X))
     outputs = [node.name for node in view.nodes if node.kind == "output"]
-    assert outputs == ["output.logits", "output.cache", "output.one[0].keys", "output.one[0].values"]
+    assert outputs == ["output.logits", "output.states", "output.one[0].keys", "output.one[0].values"]
     assert [(node.name, node.repeats) for node in view.module_calls()] == [("layer0", 2), ("layer0.fc", 1)]
 
 
@@ -90,7 +90,7 @@ def test_the_order_of_a_container_does_not_keep_layers_apart() -> None:
         for layer in net.children():
             x = layer(x)
             pairs.append((x, x.exp()))
-        return {"last": x, "cache": [tensor for each in zip(*pairs, strict=True) for tensor in each]}
+        return {"last": x, "states": [tensor for each in zip(*pairs, strict=True) for tensor in each]}
 
     view = fit_view(capture_graph(Net(forward, a0=linear(), a1=linear(), a2=linear()), X))
     assert outline(view, outputs=True) == text(
@@ -100,7 +100,7 @@ def test_the_order_of_a_container_does_not_keep_layers_apart() -> None:
           a0: Linear <- input first, a0 ×2 next
           exp <- a0 ×3
         output.last <- a0
-        output.cache <- a0 ×3 all, exp ×3 all
+        output.states <- a0 ×3 all, exp ×3 all
         """
     )
 
