@@ -465,7 +465,7 @@ def _sizes(nodes: list[Node]) -> list[tuple[int, ...]]:
     "nothing-moves",
     "critical",
     statistic="updates of all parameters, if none of them has a gradient, or if all have gradients of zero although "
-    "those of the outputs are not",
+    "those of the outputs of their modules are not",
     usual="every step moves the parameters",
     why="The loss does not depend on the parameters. It was made from a number or an index, detached, or computed "
     "under no_grad(), and requires_grad was set afterwards.",
@@ -481,11 +481,14 @@ def nothing_moves(evidence: Evidence, *, persistence: int = 2) -> Iterator[Findi
     table = evidence.parameters
     updates = [each.update for each in evidence.tensors if each.update]
     gradients = [each.gradient.rms for each in evidence.tensors if each.gradient]
-    arrive = bool((np.nan_to_num(evidence.gradients.get("rms")) > 0).any())
+    # Gradients may end at an activation behind all parameters, such as a softmax over one entry.
+    owners = {each.module for each in evidence.tensors}
+    places = [place for site, place in evidence.gradients.places.items() if site.name in owners]
+    arrive = bool((np.nan_to_num(evidence.gradients.get("rms")[:, places]) > 0).any())
     if arrive and gradients and len(gradients[0]) >= persistence and not any(each.any() for each in gradients):
         verdict = (
             f"the gradients of all {len(gradients)} parameters are zero when the optimizer steps, in "
-            f"{len(gradients[0])} records, and those of the outputs are not"
+            f"{len(gradients[0])} records, and those of the outputs of their modules are not"
         )
         found = evidence.tensors[0].gradient.found(verdict, "rms")
         yield replace(found, module="", path="", why=_WHY_CLEARED, next=_NEXT_CLEARED)

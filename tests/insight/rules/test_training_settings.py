@@ -93,12 +93,21 @@ def test_nothing_moves_although_gradients_arrive(gradient: float, cause: str) ->
     ],
 )
 def test_gradients_that_are_cleared_before_the_step(inner: float | list[float], outer: float, rules: list[str]) -> None:
-    """Gradients of zero of all parameters are cleared ones if those of the outputs are not zero."""
+    """Gradients of zero of all parameters are cleared ones if those of the outputs of their modules are not zero."""
     weights = network("a", "b", **{name: trained(name, grad=inner, update=1e-6) for name in "ab"})
     sizes: dict[str, Values] = {"a": {"rms": outer}, "b": {"rms": outer}}
     found = run({"a": {}, "b": {}}, sizes, weights, graph=chain("a", "b"))
     assert [each.rule for each in found] == rules
     assert all("zero_grad()" in each.next for each in found if each.rule == "nothing-moves")
+
+
+def test_gradients_that_end_behind_the_last_parameter() -> None:
+    """If the outputs of the modules with parameters have gradients of zero, nothing has cleared those of parameters."""
+    weights = network("a", "b", **{name: trained(name, grad=0.0, update=1e-6) for name in "ab"})
+    sizes: dict[str, Values] = {"a": {"rms": 0.0}, "b": {"rms": 0.0}, "act": {"rms": 1e-2}}
+    found = run({"a": {}, "b": {}, "act": {}}, sizes, weights, graph=chain("a", "b", "act", act="Softmax"))
+    assert found
+    assert "nothing-moves" not in {each.rule for each in found}
 
 
 def test_a_learning_rate_of_zero_is_in_the_verdict() -> None:
