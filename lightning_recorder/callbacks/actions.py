@@ -310,7 +310,8 @@ class StepActions:
             if good.lowered != self._lowered:
                 _lower_rates(self._trainer, self._lowered / good.lowered)
         else:
-            good.saved.restore(but=_SCHEDULED)  # a scheduler that steps once per epoch has already stepped
+            # After the last batch of an epoch, schedulers that step once per epoch have already changed these settings.
+            good.saved.restore(but=_SCHEDULED)
         if good.scaler is not None:
             self._set_scaler(good.scaler)
         _set_floats(good.counters)
@@ -433,7 +434,7 @@ def _refill_settings(group: dict[str, Any], settings: dict[str, Any], but: tuple
 
 
 def _refill(table: Any, values: dict[Any, Any]) -> None:
-    """Restore the values of a dictionary in place from a copy, which remains independent."""
+    """Restore a dictionary in place. Later changes to the dictionary do not change the saved ``values``."""
     for key in [key for key in table if key not in values]:
         del table[key]
     for key, value in values.items():

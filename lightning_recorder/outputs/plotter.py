@@ -29,7 +29,7 @@ __all__ = ["DrawingTime", "Plotter"]
 _FIRST = 10  # plots are drawn after this number of records, then after twice as many, and so on, to limit event files
 
 _MOST_SITES = 1000
-_SHOWN_BYTES = 2**22  # the maximum size of the pixels of images that are written together
+_SHOWN_BYTES = 2**22  # images are collected and written together once their pixels take this many bytes
 _PICTURE_BYTES = 20_000  # an initial estimate; a plot of 6 layers takes 5 to 10 KB, a plot of 100 layers up to 75 KB
 
 _HEAT_MAPS = {

@@ -215,7 +215,10 @@ class Exchange:
 
 
 class _Contained:
-    """A context manager that passes errors to a recorder. Reused, because each record enters it several times."""
+    """A context manager that calls ``take_error`` of a recorder with an exception of its block.
+
+    A recorder reuses one object of this class, because each record enters it several times.
+    """
 
     def __init__(self, recorder: RankMergingRecorder) -> None:
         self._recorder = recorder

@@ -131,7 +131,7 @@ def _guess(evidence: Evidence, name: str, samples: int) -> tuple[Floats, str]:
     if total < samples or len(counts) < 2:
         return np.zeros(0), ""
     entropy = -sum(count / total * log(count / total) for count in counts.values())
-    # A small sample lacks rare classes, so its entropy is too small (the correction of Miller and Madow).
+    # The Miller-Madow correction: a small sample lacks rare classes, which makes its entropy too low.
     return np.array([entropy + (len(counts) - 1) / (2 * total)]), f"the entropy of its {len(counts)} classes"
 
 

@@ -580,7 +580,10 @@ _ROUNDING = 1e-6
 
 
 def _rates(evidence: Evidence) -> tuple[Floats, NDArray[np.int64]]:
-    """Return the largest learning rate of the weights in each record with an optimizer step, and the steps."""
+    """Return the largest learning rate of the weights in each record, and the step of each record.
+
+    Records without an optimizer step are left out.
+    """
     table = evidence.parameters
     known = [table.places[each.site] for each in evidence.weights]
     # Records without an optimizer step, as with gradient accumulation, have no learning rate.
