@@ -87,7 +87,7 @@ def _first(first: Divergence) -> str:
 
 
 def _changes(changes: list[Change], sentence: str) -> list[str]:
-    """Format the differences of models and settings that the sentence does not mention."""
+    """Format the differences of models and settings that the explanation in ``sentence`` does not mention."""
     texts = [text for text in (printable(str(each)) for each in changes) if text not in sentence]
     more = f" and {len(texts) - _FEW} more" if len(texts) > _FEW else ""
     return [f"also different: {', '.join(texts[:_FEW])}{more}"] if texts else []
@@ -127,7 +127,7 @@ def _table(found: Comparison, most: int) -> list[str]:
 
 
 def _differences(differences: list[Difference], *, is_long: bool) -> list[str]:
-    """Format the differences that are not numerical, with one line for similar ones."""
+    """Format the differences that are not numerical. Equal differences of several sites share a line."""
     lines: list[str] = []
     counts: Counter[str] = Counter()
     for (kind, recorder, one, other), group in groupby(differences, attrgetter("kind", "recorder", "one", "other")):

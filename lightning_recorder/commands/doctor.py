@@ -62,7 +62,7 @@ def run(arguments: Namespace, out: TextIO) -> int:
 
 
 def bad_findings(run: Run) -> list[Finding]:
-    """Return the findings of a run except notes; none if a file is damaged, since the records may still be valid."""
+    """Return the findings of a run except notes. If a file is damaged, return none, so that records are still shown."""
     with suppress(DumpError):
         return [each for each in run.findings if not each.is_note]
     return []
@@ -177,7 +177,10 @@ def _bars(finding: Finding, out: TextIO) -> list[tuple[str, str]]:
 
 
 def _command(finding: Finding, run: Run, log_dir: str) -> str:
-    """Return the command that shows the records of a finding's module, or of the modules in it if it has none."""
+    """Return the command that shows the records of a finding's module.
+
+    If the module has no records, the command shows the records of the modules inside of it.
+    """
     words = ["lightning-recorder", "show", log_dir]
     trace = finding.trace
     series = [run[label] for label in run if trace is None or label == trace.recorder]

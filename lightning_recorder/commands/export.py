@@ -78,7 +78,7 @@ def _write_tensors(recording: Recording, path: Path) -> None:
     for name, label, series in _series(recording):
         parts = [_part(series.of(key.stage, key.loader)) for key in series.keys]
         runs.setdefault(name, {})[label] = parts
-    with path.open("wb") as file:  # an own open raises OSError, while torch.save would raise its own types
+    with path.open("wb") as file:  # raises OSError; given a path, torch.save would raise other errors
         torch.save({"format": _FORMAT, "runs": runs}, file)
 
 

@@ -152,7 +152,7 @@ def _plain(found: list[_Found], conditions: list[_Condition], wanted: list[str] 
 
 
 def _unusual(series: Series, findings: Sequence[Finding]) -> dict[tuple[str, str], int]:
-    """Return the rank, from 1, of each site of a series that stands out. Sites of findings come first."""
+    """Number the sites that stand out in a series, starting from 1. Sites of findings come first."""
     degrees = _degrees(series, findings)
     keys = list(degrees)
     return {keys[row]: place for place, row in enumerate(standing_out(np.array(list(degrees.values()))), 1)}

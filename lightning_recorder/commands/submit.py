@@ -24,7 +24,7 @@ from lightning_recorder.version import __version__
 
 __all__ = ["run"]
 
-_PACKED = ("values", "packed", "bins", "vectors", "sites")  # the fields of a record with its numbers
+_PACKED = ("values", "packed", "bins", "vectors", "sites")  # the fields of a record that contain its numbers
 _FILES = ("graph.json", "receipt.json", "findings.json", "data.json", "incidents/*/finding.json")
 _CONTENTS = f"""\
 A run, reduced by lightning_recorder {__version__}. `lightning-recorder doctor FOLDER` and `view FOLDER` read it after
@@ -98,7 +98,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _reduced(value: Any, name: str = "") -> Any:
-    """Remove secrets, folders, addresses, hyperparameters that are strings, messages and samples from data."""
+    """Remove secrets, folders, addresses, messages, samples, and hyperparameters that are strings, from data."""
     if isinstance(value, dict):
         if "rule" in value and "next" in value and isinstance(value.get("numbers"), dict):
             value = {**value, "next": next_without_samples(value["rule"], value["next"], value["numbers"])}

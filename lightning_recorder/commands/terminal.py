@@ -22,7 +22,7 @@ def printable(text: str, longest: int | None = _LONGEST) -> str:
     r"""Escape every invisible character in a text: control characters, direction overrides, lone surrogates.
 
     A name read from a file can therefore neither move the cursor nor imitate another line. A long text is shortened in
-    the middle, except with ``longest=None``, which commands and paths need.
+    the middle. With ``longest=None``, it is never shortened, as commands and paths require.
 
     Example:
         >>> printable("conv" + chr(27) + "[31m")

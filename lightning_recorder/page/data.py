@@ -276,7 +276,7 @@ def _joined(table: NDArray[np.float64], parts: Iterable[NDArray[np.intp]]) -> ND
 
 
 def _vectors(series: Series) -> dict[str, Any]:
-    """Return the statistics with a value for each channel, head or expert, by the site index as text."""
+    """Return the vector statistics (a value per channel, head or expert) by site index, which is a string."""
     steps = series.steps
     last = series.all_vectors(steps[-1]) if steps else {}
     size = _ITEM * sum(vector.size for vectors in last.values() for vector in vectors.values())
@@ -303,7 +303,7 @@ def _filled(vector: NDArray[np.float64] | None, size: int) -> NDArray[np.float64
 
 
 def _graph(graph: Graph, called: Collection[str]) -> dict[str, Any]:
-    """Return a graph as JSON values. Modules with a record are not listed as never called."""
+    """Return a graph as JSON values. Modules with records, and their parents, are not listed as never called."""
     view = view_at_depth(graph, None, fold=False)
     numbers = forms(view, MutableGraph(view))
     around = {".".join(parts[: end + 1]) for parts in (name.split(".") for name in called) for end in range(len(parts))}

@@ -21,9 +21,9 @@ __all__ = ["histograms_by_octave", "packed_numbers", "unpack_all"]
 
 _STEPS = 24  # the most histograms of one site; more cannot be distinguished in its panel
 _OCTAVES = BINS // 2 // BINS_PER_OCTAVE  # the number of octaves of one sign
-_ZERO = _OCTAVES - 2  # the index of zero between the negative and the positive octaves
+_ZERO = _OCTAVES - 2  # the index of the bin of zero, between the negative and the positive octaves
 _SHOWN_OCTAVES = 16
-_LONGEST_NUMBER = 9  # the most bytes of a number, for 63 bits
+_LONGEST_NUMBER = 9  # the most bytes of an encoded number, which has up to 63 bits
 
 
 def histograms_by_octave(series: Series, each: int) -> dict[str, Any]:

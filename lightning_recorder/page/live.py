@@ -182,7 +182,7 @@ class PageServer:
     def address_to_open_once(self) -> str:
         """Return an address without the secret that leads to the page once.
 
-        All users of the machine can read the address with which a browser is started, in the list of processes.
+        The list of processes shows the address with which a browser is started to all users of the machine.
         """
         self._once.append(secrets.token_urlsafe(16))
         return f"http://{_ADDRESS}:{self._server.server_port}/{self._once[-1]}"
@@ -254,7 +254,7 @@ class PageServer:
 
 
 class _Server(ThreadingHTTPServer):
-    """A server with a limited number of connections that prints no tracebacks."""
+    """A server that limits the number of connections and prints no tracebacks."""
 
     daemon_threads = True
 

@@ -25,7 +25,7 @@ FEWEST_RUNS = 3
 
 _MOST_RECORDS = 32  # the most records of a recorder that are read
 _MOST_LOGGED = 400  # the most records of logged values that are read
-_ROWS, _COLUMNS = 24, 16  # the size of a strip
+_ROWS, _COLUMNS = 24, 16  # the most layers and steps of a run's heat map
 _MOST_COLUMNS = 12  # the most columns of settings
 _REPEATED = "hparams."
 
@@ -36,7 +36,7 @@ def runs_table(rows: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     values = {name: tuple(row["settings"].get(name, "") for row in rows.values()) for name in names}
     kept: dict[tuple[str, ...], str] = {}
     for name, found in values.items():
-        # Hyperparameters often repeat settings of the optimizer.
+        # Hyperparameters often repeat settings of the optimizer, so of names with equal values only one is kept.
         if len(set(found)) > 1 and (found not in kept or kept[found].startswith(_REPEATED)):
             kept[found] = name
     chosen = [*kept.values()][:_MOST_COLUMNS]
@@ -79,7 +79,7 @@ def _last_values(run: Run) -> dict[str, str]:
 
 
 def _strip(run: Run) -> dict[str, Any] | None:
-    """Return the rms of layer outputs over steps as a heat map. A row of several layers shows the most unusual one."""
+    """Return the rms of layer outputs over steps as a heat map. Layers that share a row show the most unusual value."""
     series = next((run[label] for label in run if group_of(label, run[label]) == "activations"), None)
     if series is None or "rms" not in series.statistics or not series.steps:
         return None
@@ -104,7 +104,7 @@ def _not_finite_as_nan(series: Series) -> NDArray[np.float64]:
 
 
 def _farthest(part: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the value farthest from the median in each row of ``[steps, layers]``; NaN for a row with a NaN."""
+    """Return the value farthest from the overall median in each row of ``[steps, layers]``; NaN for a row with a NaN."""
     finite = np.where(np.isfinite(part), part, np.nan)
     middle = np.nanmedian(finite) if np.isfinite(part).any() else 0.0
     far = np.where(np.isnan(part), np.inf, np.abs(part - middle))

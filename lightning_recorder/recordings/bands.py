@@ -14,22 +14,23 @@ from lightning_recorder.records.table import Floats
 
 __all__ = ["lower_median", "noise_bands", "rounding_sites"]
 
-_NORMAL_QUANTILE = 5.0  # equal runs exceed this once in 1.7 million comparisons
+_NORMAL_QUANTILE = 5.0  # in standard deviations; repeated runs exceed it once in 1.7 million comparisons
 _LEAST_FRACTION = 0.05
 _EXTREMES = ("min", "max", "abs_max", "rank_mean_min", "rank_mean_max")
 _GRADIENT = ".grad"
 _ROUNDINGS = 64
 _EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-_LARGEST_SHARE = 0.02  # the upper bound of this share, for dtypes of low precision
+_LARGEST_SHARE = 0.02  # the upper bound of the result of _limit, for dtypes of low precision
 
 
 def noise_bands(pair: SeriesPair, reference: Series, repeats: Iterable[Series]) -> dict[str, Floats]:
     """Return the bands within which repeated runs of one configuration differ.
 
-    The band of a site at a step is a quantile of Student's distribution times the standard deviation of the repeated
-    runs, the largest up to that step. A few repeats may agree by chance, so the deviation is at least the mean over all
-    sites with the same path and a similar size. These sites also give the degrees of freedom. The band is at least the
-    deviation of the median site. Extreme values are not compared, and the band of fractions is at least 0.05.
+    The band of a site at a step is a quantile of Student's t-distribution times the standard deviation of the repeated
+    runs. The standard deviation is the largest of all steps up to that step. A few repeats may agree by chance, so the
+    variance is at least the mean variance of a family: all sites with the same path and about the same number of
+    elements. The size of the family also determines the degrees of freedom. The band is at least the standard deviation
+    of the median site. Minima, maxima and quantiles are not compared. The band of fractions is at least 0.05.
 
     Args:
         pair: The pair to which the bands apply, without bands.
@@ -38,7 +39,7 @@ def noise_bands(pair: SeriesPair, reference: Series, repeats: Iterable[Series]) 
 
     Returns:
         The band of each statistic, divided by :meth:`SeriesPair.scale`, ``[steps, sites]`` float64;
-        infinite for extreme values.
+        infinite for minima, maxima and quantiles.
     """
     pairs = [SeriesPair(pair.recorder, reference, each, group=pair.group) for each in repeats]
     families = _families(pair)
@@ -54,7 +55,8 @@ def noise_bands(pair: SeriesPair, reference: Series, repeats: Iterable[Series]) 
         with np.errstate(all="ignore"):
             variance = _variance(table) / np.square(pair.scale(name))
         variance = np.maximum.accumulate(np.nan_to_num(variance, nan=0.0, posinf=0.0), axis=0)
-        # Some values hardly vary at first, such as the first updates of Adam, but may vary later.
+        # Some values hardly vary at first, such as the first updates of Adam, but may vary later. Their bands would be
+        # too narrow, so the median site is the lower limit.
         band = np.broadcast_to(np.sqrt(lower_median(variance))[:, None], variance.shape).copy()
         for places in families:
             least = variance[:, places].mean(1, keepdims=True)
@@ -67,7 +69,7 @@ def noise_bands(pair: SeriesPair, reference: Series, repeats: Iterable[Series]) 
 
 
 def _student(freedom: int) -> float:
-    """Return the quantile of Student's distribution that corresponds to five standard deviations of a normal one.
+    """Return the quantile of Student's t-distribution with the probability of five standard deviations of a normal one.
 
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5.
     """
@@ -83,7 +85,7 @@ def _student(freedom: int) -> float:
 
 
 def _families(pair: SeriesPair) -> list[list[int]]:
-    """Group the sites with the same path and a similar size; return their indices."""
+    """Group the sites with the same path and about the same number of elements; return the indices of each group."""
     found: dict[tuple[str, int], list[int]] = {}
     for place, site in enumerate(pair.sites):
         size = math.prod(pair.one[site].shape or (1,))
@@ -123,10 +125,11 @@ def _placed(pair: SeriesPair, repeat: SeriesPair, name: str) -> Floats:
 def rounding_sites(pair: SeriesPair, dtypes: Sequence[Mapping[str, str]]) -> frozenset[Site]:
     """Return the sites whose values are only rounding noise, or follow from rounding noise.
 
-    The gradient of some parameters is zero by construction: of a bias before a normalization, and of the key bias of an
-    attention, which the softmax cancels. The computed gradient is then only the rounding error of its terms, but an
-    optimizer such as Adam divides it by its own size. A gradient counts as rounding noise if it is smaller than 64
-    rounding errors of the largest gradient of its module, in all records of both runs.
+    The gradient of some parameters is zero by construction. Examples are a bias before a normalization, and the key
+    bias of an attention, which the softmax cancels. The computed gradient is then only the rounding error of its terms,
+    but an optimizer such as Adam divides the gradient by its own magnitude, so the updates are not small. A gradient
+    counts as rounding noise if it is smaller than 64 rounding errors of the largest gradient of its module, in all
+    records of both runs.
 
     Args:
         pair: The series of parameters, or of gradients.
@@ -162,7 +165,10 @@ def rounding_sites(pair: SeriesPair, dtypes: Sequence[Mapping[str, str]]) -> fro
 
 
 def _limit(*dtypes: str | None) -> float:
-    """Return the largest share that counts as rounding noise, for the least precise of some dtypes; 0 without any."""
+    """Return the threshold for rounding noise in the least precise of some dtypes; 0 without a dtype.
+
+    It is a fraction of the largest gradient of the module.
+    """
     return min(_ROUNDINGS * max(_EPS.get(dtype or "", 0.0) for dtype in dtypes), _LARGEST_SHARE)
 
 

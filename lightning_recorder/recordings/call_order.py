@@ -92,7 +92,7 @@ class CallOrder:
 
         A module with several calls differs if any of its calls differs. So its difference usually follows from the
         first differing site with a single call. The module comes before that site only if it may itself be the cause,
-        and if it is called after the last site that is equal.
+        and if it is called after the last equal site.
 
         ``apart`` has the differing sites in the order of :meth:`sort`.
         """

@@ -68,8 +68,8 @@ class Comparison:
         pairs: The compared series, in the order of execution.
         classes: The classes of the first run's modules, as far as its graph contains them.
         notes: Possible causes that are not differences themselves: versions, number of ranks, damaged lines.
-        bad: If the first divergence has a non-finite value: for each run, the origin of its first non-finite value from
-            its findings, or ``None``.
+        bad: For each run, the origin of its first non-finite value according to its findings; ``None`` if it is
+            unknown, or if the first divergence has only finite values.
     """
 
     first: Divergence | None = None
@@ -235,7 +235,7 @@ def _pairs(
         raise ArgumentError(f"neither run recorded the stage {stage!r}")
     found = []
     for label, (mine, theirs) in keys.items():
-        # Older runs have no sampled validations.
+        # Recordings of older versions have no sampled validations, so a missing one is not a difference.
         whole = (
             [_stage_name(key) for key in keys if key in both_keys or not _is_sample(series, key)]
             for series, keys, both_keys in ((one[label], mine, theirs), (other[label], theirs, mine))

@@ -1,4 +1,4 @@
-"""Examine a recorded run: read its files into a history, with the same findings as during the fit."""
+"""Examine a recorded run: read its files into a history and apply the rules, with the same findings as in the fit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def diagnose(run: Run, ignored: Collection[str] = ()) -> Diagnosis:
         DumpError: If a file of the run is damaged.
     """
     history = RunHistory()
-    # The watch on every step examines its records itself while it records.
+    # The watch on every step examines its records while it records and writes its findings, which are read below.
     records = (record for label in run if label != WATCH for record in records_of(label, run[label]))
     for record in sorted(records, key=lambda each: each.step):
         history.add(record)

@@ -26,7 +26,7 @@ SETTINGS = ("learning_rate", "weight_decay", "eval_mode")
 _OF_VALUES = ("mean", "std", "rms", "min", "max", "abs_max", "rank_mean_min", "rank_mean_max")
 _HISTOGRAM = "histogram"
 _MADE = ("grad", "update")  # path suffixes of the tensors that a step computes for a parameter
-_FOLLOWING = ("sum", "variance")  # derived from other statistics, and on a different scale
+_FOLLOWING = ("sum", "variance")  # not compared, since they are derived from other statistics and have a different scale
 _VALUES_AT_ONCE = 1 << 17  # the most values of each run that are compared at once
 
 
@@ -41,7 +41,8 @@ class Tolerance:
         atol: The absolute tolerance. If the ``rms`` of a site is at most ``atol`` in both runs, only
             its counts are compared.
         exact: If True, require equality to the bit and ignore ``rtol`` and ``atol``.
-        histograms: If True, also compare histograms when ``exact`` is True. This reads every line again.
+        histograms: If True, also compare histograms when ``exact`` is True. This reads every line of the record files
+            again.
     """
 
     rtol: float = 1e-3
@@ -215,7 +216,7 @@ class SeriesPair:
         rows = len(self.statistics) + with_histograms
         if not rows or not self.sites:
             return
-        # Slices limit the memory, which all values of a long run would dominate.
+        # Slices limit the memory, since the arrays for all steps of a long run would be large.
         at_once = max(1, _VALUES_AT_ONCE // (rows * len(self.sites)))
         for begin in range(0, len(self.steps), at_once):
             steps = slice(begin, begin + at_once)
@@ -308,7 +309,7 @@ class SeriesPair:
             for place in np.flatnonzero(self.both[steps.start + index]).tolist():
                 site = self.sites[place]
                 one, other = ones[site], others[self.counterparts[site]]
-                # Another release of zlib may compress equal counts to different bytes.
+                # Another release of zlib may compress equal counts to different bytes, so different bytes are decoded.
                 if one == other or one is None or other is None:
                     continue
                 counts = unpacked(one), unpacked(other)

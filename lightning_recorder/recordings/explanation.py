@@ -134,7 +134,7 @@ class _Explanation:
         return not any(each.group == "parameters" and first.step in each.steps for each in self.found.pairs)
 
     def _preferred(self, fitting: list[Change]) -> list[Change]:
-        """Return the most probable causes. If the graph has changed, most settings are left out."""
+        """Return the most probable causes. If the graph has changed, all settings except the precision are left out."""
         graph = [each for each in fitting if each.is_graph]
         precision = [each for each in fitting if each.what == "precision"]
         if graph:

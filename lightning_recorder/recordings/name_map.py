@@ -98,7 +98,7 @@ def _key(node: Node) -> tuple[object, ...]:
 
 
 def _rule(name: str, other: str) -> str:
-    """Return the most general rule: equal parts at the end become ``*``, and so do equal numbers before the end."""
+    """Return the most general rule: equal trailing components become one ``*``; equal numbers become one ``*`` each."""
     mine, theirs = name.split("."), other.split(".")
     ends = 0
     while ends < min(len(mine), len(theirs)) - 1 and mine[-1 - ends] == theirs[-1 - ends]:

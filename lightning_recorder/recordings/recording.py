@@ -352,7 +352,7 @@ class Run:
 
     @property
     def findings(self) -> list[Finding]:
-        """The findings of the run, causes first. Computed at each access.
+        """The findings of the run, causes first. They are computed at each access.
 
         The list is empty or has only notes if the run is healthy or too little was examined; :attr:`diagnosis`
         distinguishes these cases.
@@ -366,7 +366,7 @@ class Run:
     def diagnosis(self) -> Diagnosis:
         """The findings and the rules that could not run. ``is_healthy`` is None if too little was examined.
 
-        Computed at each access.
+        The diagnosis is computed at each access.
 
         Raises:
             DumpError: If a file of the run is damaged.

@@ -192,7 +192,7 @@ def _of_optimizers(
 
 
 def distinct(changes: list[Change]) -> list[Change]:
-    """Return each difference once: settings of several groups, seeds and hyperparameters often repeat others."""
+    """Return each difference once, since settings of groups, seeds and hyperparameters often repeat other settings."""
     found: dict[tuple[str, str, str], Change] = {}
     for change in changes:
         if change.is_graph:
@@ -201,7 +201,7 @@ def distinct(changes: list[Change]) -> list[Change]:
         name = change.what.partition(" of ")[0].removeprefix("hparams.")
         found.setdefault(("seed" if name.endswith("seed") else name, change.one, change.other), change)
     classes = [each for each in found.values() if each.what.startswith("optimizer")]
-    # Another optimizer class has other settings anyway, so they are left out.
+    # If the optimizer class differs, its settings differ as a consequence, so they are left out.
     found_classes = [each for each in found.values() if each in classes or each.phases != (Phase.UPDATE,)]
     return found_classes if classes else list(found.values())
 

@@ -83,7 +83,8 @@ class Scaling:
                 "It is off before the first update, so look at the initialization: the variance of a weight is 1 / "
                 "fan_in, and that of the output weight is smaller."
             )
-        # Once the training of a wide model diverges, other sites may change in the opposite direction.
+        # Once the training of a wide model diverges, other sites may change in the opposite direction. So the advice
+        # follows from the worst site.
         if self._worst.exponent > 0:
             return (
                 "The updates are too large for wide models. In maximal-update parametrization, Adam's learning rate of "
@@ -159,7 +160,7 @@ def check_scaling(
 
 
 def _growing(site: Site, series: Sequence[Series]) -> list[tuple[int, ...]]:
-    """Return the sizes of each dimension of a site that differs between the runs, one size per run."""
+    """Return the dimensions of a site whose size differs between the runs, each as a tuple of one size per run."""
     shapes = [each[site].shape for each in series]
     if any(shape is None or len(shape) != len(shapes[0] or ()) for shape in shapes):
         return []
@@ -167,7 +168,7 @@ def _growing(site: Site, series: Sequence[Series]) -> list[tuple[int, ...]]:
 
 
 def _widths(growing: Iterable[list[tuple[int, ...]]], series: Sequence[Series]) -> list[float]:
-    """Return the most frequent sizes of a growing dimension, one per run."""
+    """Return the widths of the runs: the tuple of sizes that is most frequent among the growing dimensions."""
     counts = Counter(sizes for found in growing for sizes in found)
     if not counts:
         return [1.0] * len(series)

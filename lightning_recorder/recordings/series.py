@@ -282,7 +282,7 @@ class Series:
     def _matching(self, key: object) -> list[Site]:
         if isinstance(key, str):
             return [site for site in self._part.sites if key == (site.path if is_batch(*site) else site.name)]
-        # A direct lookup, since a model may have tens of thousands of sites, and `show` and `diff` ask for each.
+        # Look the site up directly: a model may have tens of thousands of sites, and `show` and `diff` ask for each.
         is_site = isinstance(key, tuple) and all(isinstance(each, str) for each in key)
         return [Site(*key)] if is_site and key in self._part.sites else []
 

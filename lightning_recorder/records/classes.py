@@ -40,7 +40,7 @@ def classes_in(histogram: Histogram) -> dict[int, int]:
 
 
 def class_scalars(bins: Tensor, names: Iterable[str]) -> list[float]:
-    """Return statistics of the class numbers, from bins, ``[2048]``, that count classes; NaN if not meaningful."""
+    """Return statistics of the class numbers, from bins that count classes, ``[2048]``; NaN for other statistics."""
     counts = class_counts(bins)
     classes, number = np.flatnonzero(counts), int(counts.sum())
     found: dict[str, float] = {"count": number, "nan_count": 0.0, "inf_count": 0.0, "histogram_fraction": 1.0}

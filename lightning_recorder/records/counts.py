@@ -44,7 +44,7 @@ Integers = NDArray[np.int64]
 _HALF = BINS // 2
 _SHIFT = BINS.bit_length() - 1
 _MOST_ENTRIES = 1 << 15  # the most bins that are encoded at a time, so that temporary arrays fit into the caches
-_FEW_ROWS = 16  # a subset that leaves out at most this many histograms shares the results for all of them
+_FEW_ROWS = 16  # a subset that leaves out at most this many histograms uses the results for all histograms
 _CENTER = FINITE_BINS - BINS_PER_OCTAVE  # the bin of zero and the subnormal values
 
 
@@ -143,7 +143,7 @@ class SparseCounts:
         return found
 
     def packed(self) -> list[bytes | None]:
-        """Return each histogram in the encoding of record files, uncompressed; ``None`` for a row without a histogram.
+        """Return each histogram in the uncompressed encoding of record files; ``None`` for a row without a histogram.
 
         Each nonempty bin is encoded as two numbers: the number of empty bins before it, and its count. Numbers are
         LEB128: seven bits per byte, lowest first, with the eighth bit set if more bytes follow. Most gaps are zero and
@@ -262,7 +262,7 @@ class _Entries:
         ]
 
     def _between_edges(self) -> tuple[Integers, Floats, Floats, Floats]:
-        """Return the row, the count and both edges of each bin, in ascending order. Each gap is one empty bin."""
+        """Return the row, the count and both edges of each bin, in ascending order. One empty bin fills each gap."""
         rows = np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
         is_negative = self.bins >= _HALF
         negatives = np.bincount(rows, weights=is_negative, minlength=len(self.starts) - 1).astype(np.int64)
@@ -294,7 +294,10 @@ class _Entries:
 def _kept_edges(
     rows: Integers, counts: Floats, upper: Floats, lower: Floats, is_first: NDArray[np.bool_], most: int
 ) -> NDArray[np.bool_]:
-    """Return True for each bin whose lower edge is kept: the first bin of a row, and bins with a large merging loss."""
+    """Return True for each bin whose lower edge is kept: the first bin of a row, and bins with a large loss.
+
+    The loss of an edge is the one of :meth:`Histogram.coarsened`.
+    """
     losses = np.empty(len(rows))
     losses[1:] = (counts[:-1] + counts[1:]) * (upper[1:] - lower[:-1])
     inner = np.flatnonzero(~is_first)
@@ -417,7 +420,7 @@ def _checked(bins: Tensor) -> NDArray[np.int64]:
 
 
 def unpack_counts(text: object) -> Tensor:
-    """Decode a result of :func:`counts_of` to ``[2048]`` int64. In the first format, it is base64 of zlib of the pairs.
+    """Decode a histogram from :func:`counts_of`, ``[2048]`` int64. Format 1 has base64 of zlib of the encoded pairs.
 
     Raises:
         DumpError: As for :func:`unpacked`.
@@ -460,7 +463,7 @@ def pairs_of(text: object) -> bytes:
 
 
 def counts_of(found: Mapping[str, Any]) -> list[object]:
-    """Return the encoded histogram of each site in a parsed line, for :func:`unpack_counts`; None for a site without.
+    """Return each site's encoded histogram in a parsed line, for :func:`unpack_counts`; None without a histogram.
 
     Raises:
         LookupError, TypeError, ValueError: If the line is damaged.

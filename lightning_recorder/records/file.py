@@ -5,11 +5,11 @@ The line of a record is an object with the facts of the record, such as ``step``
 - ``columns``: the names of the statistics;
 - ``layout``: the name, path, dtype and shape of each site, in the order of execution;
 - ``values``: base64 of ``[sites, columns]`` float64, little-endian; NaN where a site lacks a statistic;
-- ``packed``, instead of ``values`` if this is shorter: base64 of zlib of the same bytes; - ``sizes``: the number of
-bytes of each site's histogram, or null without one; - ``bins``: base64 of zlib of all histograms, each as pairs of gap
-and count in LEB128; see ``counts.py``; - ``vectors``: the vector statistics, if there are any; see
-:func:`pack_vectors`; - ``further``, in some files of older versions: the statistics that are not columns, by the index
-of the site.
+- ``packed``, instead of ``values`` if it is shorter: base64 of zlib of the same bytes;
+- ``sizes``: the number of bytes of each site's histogram, or null without one;
+- ``bins``: base64 of zlib of all histograms, each as pairs of gap and count in LEB128; see ``counts.py``;
+- ``vectors``: the vector statistics, if there are any; see :func:`pack_vectors`;
+- ``further``, in some files of older versions: the statistics that are not columns, by the index of the site.
 
 Lines of the second version always have ``values``. Lines of the first version have ``sites`` instead, a list of
 ``[name, path, dtype, shape, values, histogram]``.
@@ -165,7 +165,7 @@ def record_line(about: Mapping[str, Any], table: Table) -> bytes:
 
 
 def _numbers_field(values: bytes) -> dict[str, str]:
-    """Return the field with the values of a line. Compression saves half: counts, settings and NaN repeat."""
+    """Return the field with the values of a line. Compression saves half of the bytes, since many values repeat."""
     if len(values) >= _FEWEST_BYTES and len(packed := zlib.compress(values, 1)) < len(values):
         return {"packed": to_base64(packed)}
     return {"values": to_base64(values)}
@@ -193,15 +193,15 @@ def lines_of_numbers(about: Mapping[str, Any], schema: Schema, rows: Iterable[tu
 
 
 def _compressed(counts: bytes) -> bytes:
-    # Counts hardly repeat. Huffman codes without a search for repeated bytes compress the bins as well, in a quarter of
-    # the time of the fastest search. With a window of 4 KiB, the compressor takes so little memory that it need not be
-    # requested from the system for each record.
+    # Byte sequences hardly repeat in counts, so Huffman codes alone compress them as well as a search for repeated
+    # sequences, in a quarter of the time of the fastest search. A window of 4 KiB keeps the memory of the compressor so
+    # small that it is not requested from the system for each record.
     compressor = zlib.compressobj(1, zlib.DEFLATED, 12, 8, zlib.Z_HUFFMAN_ONLY)
     return compressor.compress(counts) + compressor.flush()
 
 
 _NO_BINS = to_base64(_compressed(b""))
-_FEWEST_BYTES = 256  # the least size of values that are compressed; less is not worth the time
+_FEWEST_BYTES = 256  # shorter values are not compressed, since that would not be worth the time
 
 
 # ASCII escapes preserve lone surrogates in names, too.
@@ -248,7 +248,7 @@ class SchemaCache:
         self._last: tuple[list[Any], tuple[str, ...], Schema] | None = None
 
     def fact_of(self, name: str, value: Any) -> Any:
-        """Return a fact of a record; if it is equal to the last one of the same name, return that object."""
+        """Return a fact of a record. If the last fact of the same name is equal, return that object instead."""
         if name in _REPEATED:
             if self._facts.get(name) == value:
                 return self._facts[name]
@@ -276,7 +276,7 @@ class SchemaCache:
 
 
 def read_table(found: dict[str, Any], known: SchemaCache) -> Table:
-    """Convert a parsed line, which is modified, to a table. Histograms and vectors stay in the file.
+    """Convert a parsed line to a table, and modify the line. Histograms and vectors stay in the file.
 
     Raises:
         ValueError: If the line is not a valid record.
@@ -307,7 +307,7 @@ def _numbers(found: dict[str, Any], sites: int, columns: int) -> tuple[Floats, d
     data = from_base64(found.pop("values")) if packed is None else inflated(from_base64(packed), 8 * sites * columns)
     if len(data) != 8 * sites * columns or len(found.pop("sizes")) != sites:
         raise ValueError("a site has not one value for each column")
-    # Without a view, since the view object takes more memory than the values of a few sites.
+    # Made without a view object, which would take more memory than the values of a few sites.
     values = np.ndarray((sites, columns), "<f8", data).astype(np.float64, copy=False)
     found.pop("bins")
     further = {
@@ -322,7 +322,7 @@ def _numbers(found: dict[str, Any], sites: int, columns: int) -> tuple[Floats, d
 def _with_further(
     numbers: Floats, names: tuple[str, ...], further: Mapping[int, Mapping[str, float]]
 ) -> tuple[Floats, NDArray[np.bool_]]:
-    """Append columns for statistics that only some sites have; also return a mask that is True where one is missing."""
+    """Append columns for statistics that only some sites have. Return a mask, too: True where a site lacks one."""
     more = np.full((len(numbers), len(names)), np.nan)
     lacks = np.ones(more.shape, dtype=bool)
     for row, scalars in further.items():
@@ -399,9 +399,8 @@ _DTYPES = {"f": "<f4", "d": "<f8"}
 def pack_vectors(sites: Sequence[Mapping[str, Tensor]]) -> list[list[Any]]:
     """Return the vectors of all sites as JSON values: site index, statistic, number type, and base64.
 
-    Every number is restored to the bit. Values that fit into float32 without loss take half of the space.
-
-    Statistics with more dimensions are ignored.
+    :func:`unpack_vectors` restores every number to the bit. Values that fit into float32 without loss take half of the
+    space. Statistics with two or more dimensions are ignored.
 
     Example:
         >>> import torch
@@ -428,7 +427,7 @@ def _packed(tensor: Tensor) -> tuple[str, str]:
 
 
 def unpack_vectors(packed: Any) -> dict[int, dict[str, Floats]]:
-    """Return the vectors of each site by statistic, ``[n]`` float64, without torch; a site without any is left out.
+    """Return the vectors of each site by statistic, ``[n]`` float64, without torch. Sites without vectors are left out.
 
     Raises:
         LookupError, TypeError, ValueError: If the data is not from :func:`pack_vectors`.
@@ -441,7 +440,7 @@ def unpack_vectors(packed: Any) -> dict[int, dict[str, Floats]]:
 
 
 def calls_of(table: Table) -> dict[Site, int]:
-    """Return the number of tensors of each site in a record, in the order of the sites; empty if it is not recorded."""
+    """Return the number of tensors of each site in a record, in the order of the sites; empty if it is unknown."""
     calls, sites = table.about.get("calls"), table.sites
     if isinstance(calls, Mapping):  # as in a table in memory
         if tuple(calls) == sites:  # the usual case
@@ -538,7 +537,7 @@ class RecordWriter:
         self.write_all([(about, Table.of(sites))])
 
     def write_all(self, records: Iterable[tuple[Mapping[str, Any], Table]]) -> None:
-        """Write several records with a single append. If the disk becomes full, write as many of the first ones as fit.
+        """Write several records with a single append. If they do not fit on the disk, write the first ones that fit.
 
         Args:
             records: The metadata of each record, as for :meth:`write`, and its table, in execution order.
@@ -547,7 +546,7 @@ class RecordWriter:
         self._append_all([record_line({"time": now, **about}, table) for about, table in records])
 
     def write_numbers(self, schema: Schema, rows: Iterable[tuple[int, int, bytes]]) -> None:
-        """Write training records without histograms with a single append. A full disk gets the first ones that fit.
+        """Write training records without histograms, with a single append; if the disk is full, the first that fit.
 
         Args:
             schema: The sites and columns of all these records.
@@ -576,7 +575,7 @@ class RecordWriter:
 def _headers_in(path: Path) -> int:
     """Return the number of complete header lines in a file; 0 if the file does not exist or cannot be read."""
     start = b"\n" + _HEADER_START
-    count, end = 0, b"\n"  # the end of what was read before, in which a line may begin
+    count, end = 0, b"\n"  # the last bytes that were read, in which a header line may begin
     try:
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK):

@@ -96,8 +96,8 @@ class Histogram:
     def quantile(self, share: float) -> float:
         """Estimate a quantile of the counted values by interpolation within its bin.
 
-        The error is less than the width of the bin. With the fixed bin edges that is at most 25 % of the value. Returns
-        NaN if the histogram is empty.
+        The error is less than the width of the bin, which is at most 25 % of the value for the fixed bin edges. The
+        result is NaN if the histogram is empty.
 
         Args:
             share: The fraction of the values below the quantile, between 0 and 1.
@@ -125,9 +125,9 @@ class Histogram:
     def underflow_fraction(self, dtype: torch.dtype) -> float:
         """Return the fraction of the counted values that would underflow to zero in a narrower dtype.
 
-        A nonzero value counts if its whole bin lies below half of the smallest positive number of the dtype, so that it
-        rounds to zero. Magnitudes below 2**-126 count as zero, because the bin around zero does not resolve them.
-        Returns NaN if the histogram is empty.
+        A nonzero value rounds to zero if its magnitude is below half of the smallest positive number of the dtype. It
+        counts if this holds for its whole bin. Magnitudes below 2**-126 do not count, because they share the bin around
+        zero with real zeros. The result is NaN if the histogram is empty.
 
         Args:
             dtype: A floating-point type such as ``torch.float16``, ``torch.bfloat16``, ``torch.float8_e4m3fn`` or
@@ -157,8 +157,8 @@ class Histogram:
     def coarsened(self, bins: int) -> Histogram:
         """Return the same values in at most ``bins`` bins, by merging neighboring bins.
 
-        The edge with the lowest loss is removed first. The loss is the number of values in the two adjacent bins times
-        their total width. For a bell curve this merges the many thin bins around zero and preserves the tails.
+        The edge with the lowest loss is removed first. The loss of an edge is the number of values in the two adjacent
+        bins times their total width. For a bell curve, this merges the many thin bins around zero and keeps the tails.
 
         Example:
             >>> fine = Histogram(np.arange(5.0), np.array([1, 2, 30, 40]), 0.0, 3.5, 200.0, 600.0)

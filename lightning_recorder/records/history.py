@@ -27,7 +27,7 @@ _MOST_VALUES = 2_258_466  # 18 MB; with 14 statistics and more than 315 sites, f
 _KEPT_AT_THE_END = 64
 _MANY_SITES = 200
 _MOST_COLUMNS = 6  # the most cached columns
-_FEWEST_COLUMNS = 3  # the most cached columns if they are large; no rule compares more statistics of a history
+_FEWEST_COLUMNS = 3  # the number of cached columns if they are large, since no rule compares more statistics of a history
 _MOST_CELLS = 2**19  # the most values in cached columns, 4 MB
 _WITH_HISTOGRAMS = 2  # the number of latest records with histograms, as many as the rules read
 
@@ -81,7 +81,7 @@ class History(Generic[Key]):
         self.ranks = 1
         """The number of ranks whose statistics are merged in the records."""
         self._numbers: list[int] = []
-        """The number of each row, counted over all added rows."""
+        """The number of each row, counted over all rows that were ever added, including dropped rows."""
         self._every = 1
         self._rows: list[dict[str, Cell]] = []
         self._known: dict[str, tuple[Schema, NDArray[np.intp]]] = {}
@@ -89,7 +89,7 @@ class History(Generic[Key]):
         self._columns: dict[str, Floats] = {}
         self._steps: NDArray[np.int64] | None = None
         self._kept: NDArray[np.intp] | None = None
-        """The indices in the cells of the sites of a partial history; None for all."""
+        """For a partial history, the index in the cells of each of its sites; None if it has all sites."""
         self._width = 0
         """The number of sites in the cells, which a partial history shares with the whole history."""
 

@@ -86,7 +86,7 @@ class SiteStatistics:
         if name in scalars:
             return float(scalars[name])
         known = dict.fromkeys([*scalars, "abs_max", "histogram", "bins", "tensors", "dtype", "shape"])
-        # Without obj=self, Python does not append its own suggestion.
+        # obj=self is left out, so that Python does not append a second suggestion.
         hint = did_you_mean(name, known)
         raise AttributeError(f"a site has no {name!r}{hint or '.'} There are {', '.join(known)}", name=name)
 
@@ -169,19 +169,19 @@ class Schema:
 
     @cached_property
     def losses(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The rows in two arrays: first all others, then batch tensors and loss inputs."""
+        """Two arrays of rows: the rows of batch tensors and loss inputs are in the second, all others in the first."""
         are_sides = np.array([is_of_data(*site) for site in self.sites], dtype=bool)
         return np.flatnonzero(~are_sides), np.flatnonzero(are_sides)
 
     @cached_property
     def inputs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The rows in two arrays: first all others, then module inputs."""
+        """Two arrays of rows: the rows of module inputs are in the second, all others in the first."""
         are_inputs = np.array([site.path[:2] == "in" and is_input(site.path) for site in self.sites], dtype=bool)
         return np.flatnonzero(~are_inputs), np.flatnonzero(are_inputs)
 
 
 make_schema = lru_cache(maxsize=64)(Schema)
-"""Return the schema with some arguments; the same object for equal arguments."""
+"""Return a schema made from the arguments of :class:`Schema`; the same object for equal arguments."""
 
 
 @lru_cache(maxsize=1024)
@@ -398,16 +398,16 @@ class Table(Mapping[Site, SiteStatistics]):
         return self.take(np.array([self.rows[site] for site in order], dtype=np.int64))
 
     def without_losses(self) -> tuple[Table, Table | None]:
-        """Split off batches, predictions and targets: return the other sites, and a table of these if there are any."""
+        """Return the table without batches, predictions and targets, and a second table of these; None without any."""
         others, sides = self.schema.losses
         if not len(sides) or self.group != "activations":
             return self, None
         return self.take(others), self.take(sides)
 
     def split(self) -> tuple[Table, Table | None]:
-        """Split off module inputs: return the other sites, and a table of the inputs if there are any.
+        """Return the table without module inputs, and a second table of the inputs; None if there are none.
 
-        The rules compare outputs only with outputs.
+        They are separated because the rules compare outputs only with outputs.
         """
         others, inputs = self.schema.inputs
         if not len(inputs) or self.group == "parameters":

@@ -60,7 +60,7 @@ def make_tag(group: str, name: str, path: str, statistic: str = "", loader: int 
     """
     inner, call = split_call(path)
     last = "" if loader is None else f"dataloader_idx_{loader}"
-    # A slash in a name would open another level on the page.
+    # TensorBoard would show a slash in a name as another level of the hierarchy, so slashes are replaced.
     parts = (group, (name or _ROOT) + call, "" if inner == _WHOLE else inner, statistic, last)
     tag = "/".join(part.replace("/", "_") for part in parts if part)
     # A lone surrogate is a valid attribute name in Python but not valid text in a file.
