@@ -44,7 +44,7 @@ def run(arguments: Namespace, out: TextIO) -> int:
     if arguments.color and _TEXTS.get(form) in _WITHOUT_COLORS:
         raise ArgumentError(f"the format {form!r} has no colors: leave --color out, or choose a picture such as svg")
     if form == "json" and arguments.depth is None and arguments.max_nodes is None:
-        return _write(json.dumps(graph.to_json()) + "\n", arguments.output, out)  # JSON is for programs, so it contains the whole graph
+        return _write(json.dumps(graph.to_json()) + "\n", arguments.output, out)  # JSON has the whole graph
     most = _MOST_NODES if arguments.max_nodes is None and arguments.depth is None else arguments.max_nodes
     options: dict[str, Any] = {"depth": arguments.depth, "max_nodes": most, "graph_dir": arguments.direction}
     values, caption = dict[str, float](), ""

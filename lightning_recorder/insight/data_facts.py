@@ -54,16 +54,16 @@ class EpochFacts:
     classes: int = 0
     changes: int = 0  # the number of samples whose class differs from the previous sample's class
     random_changes: float = 0.0  # the expected value of ``changes`` for a random order
-    contents: float = 0.0  # the number of samples with different values, whether or not the indices are known
-    contents_once: float = 1.0  # the share of ``contents`` that came once
-    # the number of batches whose samples have different indices but the same inputs. Batches with the inputs of the
-    # previous batch do not count.
+    contents: float = 0.0  # the number of different samples by value, even if the indices are known
+    contents_once: float = 1.0  # the share of ``contents`` that were used exactly once
+    # the number of batches in which all samples have different indices but the same inputs. Batches with the inputs of
+    # the previous batch do not count.
     equal: int = 0
     overwritten: int = 0  # the number of ``checked`` batches that were overwritten while they were used
     checked: int = 0  # the number of batches that were checked for overwriting
-    once: float = 1.0  # the share of samples that came once
-    every: int = 0  # how many times each sample came, if the number is equal for all samples; otherwise 0
-    most: int = 0  # how many times the most frequent sample came
+    once: float = 1.0  # the share of samples that were used exactly once
+    every: int = 0  # how many times each sample was used, if the number is equal for all samples; otherwise 0
+    most: int = 0  # how many times the most frequent sample was used
     # the number of samples up to the first batch with a repeated sample; 0 if none repeats among the first 8,192
     first_repeat: int = 0
     near: float = 0.0  # the share of samples that were in one of the four previous batches, if the indices are unknown

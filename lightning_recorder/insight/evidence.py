@@ -226,7 +226,7 @@ class Evidence:
         return replace(self, **tables, results=self.activations)
 
     def view(self, table: History, name: str, path: str = "") -> View:
-        """Return the view of a site; without a path, a view of the whole module; without a name, of the whole model."""
+        """Return the view of a site. Without a path, it is a view of a module; without a name, of the whole model."""
         return View(self, table, Site(name, path))
 
     def output(self, name: str) -> View:
@@ -264,10 +264,10 @@ class Evidence:
         """The parameters, in the order of execution."""
         by_module: dict[str, list[str]] = {}
         for name, path in self.parameters.places:
-            # Per-batch gradients are also recorded for parameters that are in no optimizer.
+            # Per-batch gradients are left out: they are also recorded for parameters that are in no optimizer.
             if path not in RUNNING_STATISTICS and not path.endswith(".batch_grad"):
                 by_module.setdefault(name, []).append(path)
-        # The sites "weight.grad" and "weight.exp_avg" belong to "weight".
+        # Sites such as "weight.grad" and "weight.exp_avg" belong to the parameter "weight", so they are left out.
         return [
             self.parameter(name, path)
             for name, paths in by_module.items()

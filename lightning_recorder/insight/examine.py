@@ -78,7 +78,7 @@ def check_rules(name: str, rules: object) -> tuple[str, ...]:
     return check_some(name, rules, (*(each.name for each in RULES), SPIKE, UNBOUNDED, ACTED)) if rules else ()
 
 
-_SAME_FACTOR = 0.8  # the power of the run's factor that the first record must reach to have the same step
+_SAME_FACTOR = 0.8  # the first record has the same step if its factor is at least the run's factor to this power
 
 
 class RunHistory:
@@ -98,7 +98,7 @@ class RunHistory:
         self._found: tuple[Graph | None, tuple[object, ...], list[Finding]] | None = None
 
     def add(self, record: Table) -> None:
-        """Add a record. Each recorder adds records in the order of their steps. A repeated step is replaced."""
+        """Add a record. Each recorder adds records in the order of their steps; a repeated step replaces its record."""
         self._found = None
         # Targets may have any values, so the rules about layers do not apply to them.
         group, stage = record.group, record.stage
@@ -129,7 +129,7 @@ class RunHistory:
         """Return the findings of evidence from these records; the last findings if nothing has changed."""
         graph = evidence.wiring.graph
         read = evidence.data, evidence.wiring.types, evidence.missing, frozenset(ignored)
-        # Equal graphs may differ in what rules show, such as lines of code.
+        # Compare graphs by identity: equal graphs may differ in what rules show, such as lines of code.
         if self._found is None or self._found[0] is not graph or self._found[1] != read:
             self._found = graph, read, _findings(evidence, ignored)
             self.free()
@@ -250,7 +250,7 @@ def _missing(coverage: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _rank(finding: Finding, evidence: Evidence) -> tuple[int, int, int]:
-    # This rule orders its findings itself.
+    # The findings of the rule UNLIKE keep the order in which the rule yields them.
     order = 0 if finding.rule == UNLIKE else evidence.wiring.order.get(finding.module, -1)
     return SEVERITIES.index(finding.severity), _PLACES[finding.rule], order
 
@@ -274,10 +274,10 @@ def _merged(found: list[Finding], evidence: Evidence) -> list[Finding]:
 
 
 def _precedes(step: Finding, other: Finding, evidence: Evidence) -> bool:
-    """Return True if a step of the gradient was there at least two records before a saturation began.
+    """Return True if a step of the gradient along the blocks existed in the first record, before a saturation began.
 
-    Most findings are dated to the first record, so their dates cannot be compared. The factor of a step is known for
-    each record.
+    The saturation must begin after at least two records. Steps of findings cannot be compared instead, since most
+    findings are dated to the first record.
     """
     if (step.rule, other.rule) != (GRADIENT_STEP, "saturation"):
         return False
@@ -296,7 +296,7 @@ def _explains(cause: Finding, effect: Finding, explains: Mapping[str, Mapping[st
     if cause.rule == effect.rule and effect.module.rpartition(".")[0] == cause.module:
         return True
     wiring = evidence.wiring
-    # In a product, a factor of zero stops the gradients of the other factors.
+    # In a product, a factor of zero stops the gradients of the other factors, so their modules count as upstream.
     partners = {name for consumer in wiring.outputs.get(cause.module, ()) for name in wiring.inputs[consumer]}
     is_same = effect.module in (cause.module, *cause.others)
     if ODD_BLOCK in (cause.rule, effect.rule):  # the rule may name a module in the same block, or the block

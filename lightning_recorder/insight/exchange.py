@@ -26,8 +26,8 @@ _LEVELS = {"critical": "error", "warning": "warning", "note": "note"}
 _RULES = {rule.name: rule for rule in RULES}
 _LINE = re.compile(r"([^\s()'\",;]+\.(?:py|ipynb)):(\d{1,9})(?!\d)")
 _LONGEST = 10_000  # the most searched characters of a text; only damaged files have longer texts
-_OF_SAMPLE = {"place", "row"}  # the numbers of a finding that names a sample; without known indices there is no row
-_RANGES = re.compile(r"(?<=its inputs are finite) \([^()]*\)")  # of an operation, which may read the batch
+_OF_SAMPLE = {"place", "row"}  # keys of ``numbers`` that identify a sample; the row is missing if indices are unknown
+_RANGES = re.compile(r"(?<=its inputs are finite) \([^()]*\)")  # value ranges of inputs, which may be from the batch
 _NOTHING = Gap("the run", "nothing was recorded", (), is_expected=False)
 
 
@@ -133,7 +133,7 @@ def _result(run: ExaminedRun, finding: Finding, rule: int) -> dict[str, Any]:
         "level": _LEVELS.get(finding.severity, "warning"),
         "message": {"text": _text(finding)},
         "locations": [location],
-        # The same finding in a later run is then the same alert.
+        # With this fingerprint, GitHub shows the same finding in a later run as the same alert.
         "partialFingerprints": {"finding/v1": f"{finding.rule}/{finding.module}/{finding.path}"},
         "properties": {"run": run.name, "firstStep": finding.first_step, "lastStep": finding.last_step},
     }

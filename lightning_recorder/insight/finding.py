@@ -67,7 +67,7 @@ ORIGIN_VALUES = "values"
 
 MAXIMIZED = "maximized-loss"
 PRIOR_PUSHED_AWAY = "prior-pushed-away"
-"""The rules about losses with a term of the wrong sign. Such losses fall without bound."""
+"""The rules about losses with a term of the wrong sign, which lets the loss fall without bound."""
 
 ROSE = "rose"
 """The key in ``numbers`` for how far the loss or the gradient norm rose before a bad value."""
@@ -122,11 +122,11 @@ class RankStrip:
     ranks: tuple[int, ...]  # the ranks, the rows
     names: tuple[str, ...]  # the names of the tensors, the columns
     kinds: tuple[str, ...]  # the kind of each tensor: ``"parameter"``, ``"gradient"``, ``"buffer"`` or ``"state"``
-    # The shard of each tensor on each rank, ``[tensors][ranks]``; -1 if a rank lacks the tensor. Only equal shards are
-    # compared.
+    # The number of the shard of each tensor on each rank, ``[tensors][ranks]``; -1 if a rank lacks the tensor. Only
+    # ranks with the same shard are compared.
     parts: tuple[tuple[int, ...], ...]
-    # The group of ranks with equal values among those with the same shard, ``[tensors][ranks]``. The largest group is
-    # 0.
+    # The number of the group of ranks with equal values, among the ranks with the same shard, ``[tensors][ranks]``. The
+    # largest group has the number 0.
     groups: tuple[tuple[int, ...], ...]
     # the rms of the difference from group 0, divided by the rms of the values, ``[tensors][ranks]``; estimated from a
     # few sums
@@ -179,7 +179,7 @@ class Finding:
 
     @property
     def is_note(self) -> bool:
-        """True if the finding does not make a run unhealthy."""
+        """True for a note: a run that has only notes is healthy."""
         return self.severity == "note"
 
     @property
@@ -304,7 +304,7 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
     ]
     without_target = min((each.first_step for each in findings if each.rule == ALL_IGNORED), default=math.inf)
     watched = [each for each in watched if each.rule != NON_FINITE or each.first_step < without_target]
-    # The cause of a loss without a lower bound is known.
+    # If the cause of a loss without a lower bound is known, the finding about the loss is left out.
     unlimited = [each for each in findings if each.rule in CAUSES_OF_UNBOUNDED and not each.is_note]
     if unlimited or any(each.rule == NON_FINITE and UNBOUNDED in each.consequences for each in watched):
         watched = [each for each in watched if each.rule != UNBOUNDED]
@@ -318,7 +318,7 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
         recorded_one = next((other for other in findings if other.rule == each.rule == RANKS_DIFFER), None)
         if recorded_one is not None:
             findings = [other for other in findings if other is not recorded_one]
-            if recorded_one.is_note <= each.is_note:  # the records know the gradients, and the watch knows the distance
+            if recorded_one.is_note <= each.is_note:  # records have gradients, the watch has distances
                 watched[place] = _with_distance(recorded_one, each)
     diverged = next((each for each in watched if ROSE in each.numbers), None)
     reasons = [each for each in findings if each.rule in CAUSES_OF_RISE and not each.is_note]
@@ -328,7 +328,7 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
         reasons = of_loss
     reasons = [each for each in reasons if diverged is not None and each.first_step <= diverged.first_step]
     if diverged is not None and reasons:
-        # The first cause gets the severity of its consequence.
+        # The first cause gets the severity of the divergence or the non-finite loss that it explains.
         findings = [replace(each, severity=diverged.severity) if each is reasons[0] else each for each in findings]
     known = {(each.rule, each.module, each.path) for each in watched}
     seen = {each.rule for each in watched}
@@ -350,7 +350,7 @@ def _with_distance(finding: Finding, other: Finding) -> Finding:
     if finding.is_note != other.is_note:
         return finding
     knows_cause = not other.numbers.keys().isdisjoint(("settings", "idle", "step_counts", "no_sync", "not_averaged"))
-    # A loop may clear the gradients before the checksums are computed.
+    # A loop may clear the gradients before the checksums are computed, so the checksums may lack them.
     knows_gradients = not finding.numbers.get("unreduced") and "compared_gradients" in other.numbers
     if knows_cause or knows_gradients or finding.numbers.keys().isdisjoint(("reduced", "unreduced")):
         finding = replace(finding, why=other.why, next=other.next)

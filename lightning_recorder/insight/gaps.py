@@ -12,7 +12,7 @@ from lightning_recorder.insight.rule import ANY_GROUP, DATA, GRAPH, VALIDATION, 
 __all__ = ["HEADS", "Diagnosis", "Gap", "gaps_of", "group_records"]
 
 _Reason = tuple[str, str, bool, Callable[[tuple[str, ...], int], bool]]
-"""A subject that was not examined, the reason, True if it is expected, and a function that selects rules by needs."""
+"""A subject that was not examined, the reason, True if this is expected, and a function that selects the rules."""
 
 HEADS = "heads"
 
@@ -32,8 +32,8 @@ class Gap:
         what: The part that could not be examined, such as ``"activations"``.
         why: The reason, in words.
         rules: The names of the rules.
-        is_expected: True if the user left it out, or if only rules that need a longer run could not run. Then the run
-            may still be called healthy.
+        is_expected: True if the user left the subject out, or if only rules that need a longer run could not run. Then
+            the run may still be called healthy.
     """
 
     what: str
@@ -77,7 +77,7 @@ class Diagnosis:
 
     @property
     def verdict(self) -> str:
-        """``"healthy"``, the number of findings, or ``"no findings"`` if too little was examined to say healthy."""
+        """``"healthy"``, the number of findings, or ``"no findings"`` if too little was examined for ``"healthy"``."""
         if self.bad:
             return f"{len(self.bad)} finding" + "s" * (len(self.bad) != 1)
         return "no findings" if self.open else "healthy"

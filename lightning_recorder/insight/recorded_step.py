@@ -45,7 +45,7 @@ LOSSES = ELEMENTWISE | frozenset(
         *("multi_margin_loss", "multilabel_soft_margin_loss"),
     ]
 )
-# Functions that change at most the shape or the dtype, but not the values. Dropout counts, too.
+# Functions that change at most the shape or the dtype, but not the values. Dropout is treated as such a function.
 _SAME_VALUES = re.compile(
     r"view|view_as|reshape|(un)?flatten|transpose|permute|movedim|swapaxes|(un)?squeeze|contiguous|clone|float|double|"
     r"half|to|type|m?[tT]|identity|(\w+_)?dropout\d?d?"
@@ -185,7 +185,7 @@ class RecordedStep:
 
     @cached_property
     def gives_gradients(self) -> set[int]:
-        """The ids of the nodes that a gradient reaches in a backward pass if nothing stops it."""
+        """The ids of the nodes that the gradient of a backward pass reaches, up to operations that stop it."""
         found, todo = set[int](), [node for node in self.graph.nodes if node.kind == "backward"]
         while todo:
             for source in self.sources(todo.pop()):
@@ -245,7 +245,7 @@ class RecordedStep:
         return node.name in LOSSES or node.id in self.comparisons
 
     def _given_shape(self, node: Node) -> Shape | None:
-        """Return the shape of the tensor that is reached from a node by following the first sources."""
+        """Return the shape of the tensor at the start of a chain: go from a node to its first source, and so on."""
         while node.kind == "op" and (sources := self.sources(node)):
             node = sources[0]
         return node.outputs[0].shape if node.outputs else None

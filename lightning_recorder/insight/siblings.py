@@ -61,7 +61,7 @@ _Outlier = tuple[Site, float, Floats]
 def sibling_values(evidence: Evidence) -> Iterator[tuple[History, str, str, dict[Site, float]]]:
     """Yield the compared statistics: the history, the statistic, its name in words, and a value for each site.
 
-    The first three belong to the forward pass. Differences in them may cause differences in the others.
+    The first three statistics belong to the forward pass. Differences in them may cause differences in later ones.
     """
     weights = dict.fromkeys(each.site for each in evidence.weights)  # in order, as the first and last block differ
     activations, parameters = evidence.activations, evidence.parameters
@@ -100,7 +100,7 @@ def families_of(evidence: Evidence, table: History, values: Mapping[Site, float]
 
 
 def _is_loop(evidence: Evidence, names: Sequence[str]) -> bool:
-    """Return True if one function is called more often than there are weights, as in a recurrence."""
+    """Return True if the names are calls of one function and outnumber the weights around it, as in a recurrence."""
     if not evidence.wiring.has_graph or len({name.partition("#")[0] for name in names}) > 1:
         return False
     around, graph = names[0].rpartition(".")[0], evidence.graph
@@ -140,8 +140,8 @@ def all_outliers(
             if words.endswith("gradient") and _are_experts(evidence, group):
                 continue  # the gradient of an expert depends on the number of its tokens
             found = list(_outliers(values, group, words, limits))
-            # A small residual stream gives small outputs in a first block without a norm, and large gradients in one
-            # with a norm.
+            # If the residual stream is small, a first block without a norm has small outputs, and a first block with a
+            # norm has large gradients. So the limits for the first block are raised by this factor.
             if any(site is group[0] for site, _, _ in found) and words.endswith(("output", "gradient")):
                 found = list(_outliers(values, group, words, limits, 1 / _entering(evidence, group)))
             outliers += found
@@ -174,7 +174,8 @@ def initial_steps(evidence: Evidence, table: History, site: Site, limits: Siblin
 def _are_experts(evidence: Evidence, group: list[Site]) -> bool:
     """Return True if modules are experts, that is, members of a list of equal modules that do not feed each other.
 
-    A list outside of a block may be a list of towers instead. Each tower gets the whole batch in every record.
+    A list outside of a block may be a list of towers instead. Unlike an expert, each tower gets the whole batch in
+    every record.
     """
     wiring, name = evidence.wiring, group[0].name
     numbers = re.finditer(r"(?<=\.)[0-9]+(?=\.|$)", name)
@@ -222,7 +223,7 @@ def _outliers(
             if is_one and not is_end and words.endswith(("weight", "vector")):
                 yield site, value, others
             continue
-        # The first and the last block have other neighbors, so larger differences are normal there.
+        # Larger differences are normal in the first and the last block, since one of their neighbors is not a block.
         factor = wider * (limits.at_the_end if is_end else 1.0) * (first if place == 0 else 1.0)
         middle, limit, margin = float(np.median(others)), limits.factor * factor, limits.margin * factor
         if (value > limit * middle and value > margin * others.max()) or (

@@ -31,17 +31,17 @@ AnyFloat = TypeVar("AnyFloat", np.float32, np.float64)
 STANDS_OUT = 1.0
 """The smallest degree of a site that stands out."""
 
-_WORTH_A_PLACE = 0.5  # sites from this degree on are chosen before evenly spread sites, for up to half of the selection
+_WORTH_A_PLACE = 0.5  # from this degree on, sites are chosen before evenly spread ones, for up to half of the selection
 
 _FEWEST = 4  # the smallest number of sites with a meaningful median
 _AROUND = 8  # the number of neighbors in depth that a block is compared with
 _MOST_STEPS = 64
-_MOST_VALUES = 2**17  # the most neighbor values at once, which bounds the memory
+_MOST_VALUES = 2**17  # the most values of neighbors that are compared at once, which bounds the memory
 _MOSTLY_ZERO = 0.9
 
-# A size stands out if its distance from the median, in powers of ten, exceeds both the first number and the second
-# number times the median distance. Corresponding modules of repeated blocks are similar, while arbitrary modules of a
-# healthy network may differ by a power of ten or more.
+# For each comparison: the least distance from the median, in powers of ten, at which a size stands out, and a factor.
+# The distance must also exceed the factor times the median distance. Corresponding modules of repeated blocks are
+# similar, while arbitrary modules of a healthy network may differ by a power of ten or more.
 _AMONG_EQUALS, _AMONG_ALL, _OVER_TIME = (0.6, 6.0), (1.5, 6.0), (0.6, 8.0)
 _AT_THE_END = 1.5  # larger distances are normal in the first and the last block, which have other neighbors
 _MISSING = 2.0  # the degree of a site that is no longer recorded
@@ -54,14 +54,14 @@ _NOT_SIZES = ("count", "mean", "std", "min", "max", "zero_fraction", "nan_count"
 
 
 def unusualness(sites: Sequence[Hashable], values: Mapping[str, Floats], *, is_latest: bool = False) -> Floats:
-    """Return the degree of each site, ``[sites]`` float64: how unusual it is. A site with at least 1 stands out.
+    """Return the degree of each site, ``[sites]`` float64: how unusual the site is. A degree of at least 1 stands out.
 
     The logarithm of each size is compared with the logarithms for the corresponding tensors of neighboring blocks, and
-    with the site's own past. A site outside of repeated blocks is compared with all sites of the same path. Distances
-    are divided by the median distance of the compared values, so a noisy statistic needs a larger distance. Earlier
-    steps have half the weight. Changes and zeros that most sites share are not unusual. A site that is no longer
-    recorded, while most others are, stands out as well. Sites with NaN or infinities have the highest degrees, and the
-    earliest of them the highest of all.
+    with earlier steps of the same site. A site outside of repeated blocks is compared with all sites of the same path.
+    Distances are divided by the median distance of the compared values, so a noisy statistic needs a larger distance.
+    Degrees at earlier steps count half. Changes and zeros that most sites share are not unusual. A site stands out if
+    it is no longer recorded while most similar sites are. Sites with NaN or infinities have the highest degrees; the
+    earlier the first such value, the higher the degree.
 
     Args:
         sites: The sites in the order of execution: pairs of name and path, or display names such as ``"fc weight"``.
@@ -101,7 +101,8 @@ def unusualness(sites: Sequence[Hashable], values: Mapping[str, Floats], *, is_l
 def are_of_losses(sites: tuple[Hashable, ...]) -> NDArray[np.bool_]:
     """Return a mask, ``[sites]``: True for losses, their predictions and targets, and for batches.
 
-    The values of these sites differ in scale from those of layers. The mask is False everywhere if all sites are such.
+    The values of these sites differ in scale from the values of layers. If all sites are of this kind, the mask is
+    False everywhere.
     """
     found = np.array([isinstance(site, tuple) and _is_of_loss(*map(str, site)) for site in sites], dtype=bool)
     return found & (not found.all())
@@ -113,7 +114,7 @@ def _is_of_loss(name: str, path: str) -> bool:
 
 
 def _not_finite(counts: Floats) -> Floats:
-    """Return the degree of sites with non-finite values: the earlier these began, the higher; 0 for other sites."""
+    """Return the degree of sites with non-finite values, higher if the values began earlier; 0 for other sites."""
     is_bad = counts > 0
     began = np.argmax(is_bad, axis=1) / counts.shape[1]
     return np.where(is_bad.any(axis=1), _NOT_FINITE * (2 - began), 0.0)
@@ -143,8 +144,8 @@ def choose(degrees: Floats, most: int, sites: Sequence[Hashable] = ()) -> list[i
     Args:
         degrees: The degree of each site, ``[sites]``; infinite for a site that a finding names.
         most: The maximum number of indices.
-        sites: The sites, as for :func:`unusualness`. With them, each site that stands out brings the two nearest
-            corresponding sites of other blocks, as far as there is room. They show by comparison what is unusual.
+        sites: The sites, as for :func:`unusualness`. If given, the two nearest corresponding sites of other blocks are
+            also chosen for each site that stands out, as far as there is room, so that the sites can be compared.
 
     Example:
         >>> choose(np.array([0.0, 0.1, 3.0, 0.0, 0.0, 0.2, 0.0]), 4)
@@ -235,11 +236,10 @@ def _sizes(tables: Mapping[str, Floats]) -> list[Floats]:
 
 
 def _log10(sizes: Floats) -> tuple[Logs, Logs]:
-    """Return the common logarithms and the one used for zero, which is below all others; -inf if nothing is zero.
+    """Return the base-10 logarithms of sizes, and the logarithm used for zero; -inf if no size is zero.
 
-    The logarithms are float32, which is precise enough and saves memory.
-
-    The sizes, ``[sites, statistics, steps]``, are overwritten.
+    The logarithm used for zero is below all others. The logarithms are float32, which is precise enough and saves
+    memory. The sizes, ``[sites, statistics, steps]``, are overwritten.
     """
     zero = sizes == 0
     sizes[zero | np.isinf(sizes)] = np.nan
@@ -270,7 +270,7 @@ def _degrees(logs: Logs, floor: Logs, groups: _Groups, *, is_latest: bool) -> Fl
         each = _in_units(apart, known_median(np.abs(apart)), _AMONG_ALL)
         each[:, ~(np.isfinite(last).sum(axis=0) >= _FEWEST)] = 0.0
         is_zero = last <= floor
-        each[is_zero & (is_zero.sum(axis=0) > _FEWEST)] = 0.0  # such as the biases of norms at first
+        each[is_zero & (is_zero.sum(axis=0) > _FEWEST)] = 0.0  # such as new biases of norms
         each[~groups.is_single[group]] = 0.0  # a whole family may differ from all others, such as the biases of keys
         found[group] = np.maximum(found[group], _over_steps(each))
         found[group] = np.maximum(found[group], _against_the_past(some))
@@ -321,7 +321,10 @@ def _over_steps(degrees: Logs) -> Logs:
 
 
 def _against_the_past(logs: Logs) -> Logs:
-    """Return the degree of the last change of each site, both absolute and relative to most sites of its path."""
+    """Return the degree of the last change of each site: the smaller of its change and its change relative to others.
+
+    The others are all sites of the same path, represented by their median change.
+    """
     if logs.shape[-1] <= _FEWEST:
         return np.zeros(len(logs), dtype=np.float32)
     moved = logs - known_median(np.moveaxis(logs[..., :-1], -1, 0))[..., None]
@@ -333,7 +336,7 @@ def _against_the_past(logs: Logs) -> Logs:
 
 
 def _empty(zero_fraction: Floats, groups: _Groups) -> Floats:
-    """Return 1 for sites with nearly only zeros, unless most similar sites have them, too; 0 for all other sites.
+    """Return 1 for sites whose values are nearly all zero, unless most similar sites are like this; 0 for other sites.
 
     A site outside of repeated blocks also gets 0 if several sites of its path have nearly only zeros.
     """

@@ -138,7 +138,7 @@ _STYLE = (
 
 
 def _settings(run: Run) -> dict[str, str]:
-    """Return the settings. A changing learning rate is shown as a range, since its first value may be part of a warm-up."""
+    """Return the settings. A changing learning rate is shown as a range: its first value may be from a warm-up."""
     found = settings_of(run)
     rates = [values[np.isfinite(values)] for name, _, values in logged_curves(run) if name.startswith("learning rate")]
     if "lr" in found and any(each.size and each.min() < each.max() for each in rates):

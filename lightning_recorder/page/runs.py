@@ -104,7 +104,7 @@ def _not_finite_as_nan(series: Series) -> NDArray[np.float64]:
 
 
 def _farthest(part: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the value farthest from the overall median in each row of ``[steps, layers]``; NaN for a row with a NaN."""
+    """Return the value farthest from the overall median in each row of ``[steps, layers]``; NaN if a row has a NaN."""
     finite = np.where(np.isfinite(part), part, np.nan)
     middle = np.nanmedian(finite) if np.isfinite(part).any() else 0.0
     far = np.where(np.isnan(part), np.inf, np.abs(part - middle))

@@ -26,7 +26,7 @@ SETTINGS = ("learning_rate", "weight_decay", "eval_mode")
 _OF_VALUES = ("mean", "std", "rms", "min", "max", "abs_max", "rank_mean_min", "rank_mean_max")
 _HISTOGRAM = "histogram"
 _MADE = ("grad", "update")  # path suffixes of the tensors that a step computes for a parameter
-_FOLLOWING = ("sum", "variance")  # not compared, since they are derived from other statistics and have a different scale
+_FOLLOWING = ("sum", "variance")  # not compared: derived from other statistics, and on a different scale
 _VALUES_AT_ONCE = 1 << 17  # the most values of each run that are compared at once
 
 

@@ -27,7 +27,7 @@ _MOST_VALUES = 2_258_466  # 18 MB; with 14 statistics and more than 315 sites, f
 _KEPT_AT_THE_END = 64
 _MANY_SITES = 200
 _MOST_COLUMNS = 6  # the most cached columns
-_FEWEST_COLUMNS = 3  # the number of cached columns if they are large, since no rule compares more statistics of a history
+_FEWEST_COLUMNS = 3  # the most cached columns if they are large: no rule compares more at once
 _MOST_CELLS = 2**19  # the most values in cached columns, 4 MB
 _WITH_HISTOGRAMS = 2  # the number of latest records with histograms, as many as the rules read
 

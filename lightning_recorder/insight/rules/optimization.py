@@ -62,7 +62,7 @@ def not_in_optimizer(evidence: Evidence) -> Iterator[Finding]:
 def two_optimizers(evidence: Evidence, *, persistence: int = 2) -> Iterator[Finding]:
     """Yield a note about parameters that two optimizers update in the same training steps.
 
-    Such a parameter has a double count in each record, and the optimizer groups list it twice.
+    Such a parameter has twice its number of values in each record, and the optimizer groups list it twice.
     """
     table, tensors = evidence.parameters, evidence.tensors
     sizes = np.array([max(1, each.numel) for each in tensors], dtype=np.float64)
@@ -285,8 +285,8 @@ def constant_weight(
         yield zeros[0].found(verdict, "rms", others=tuple(each.module for each in zeros[1:]), zeros=len(zeros))
     for each in evidence.weights:
         (values, spreads), _ = each.columns("rms", "std")
-        # A token may be unused, such as one for masks. A weight without a gradient keeps its initial values, such as
-        # the zeros of a LoRA: that is another finding.
+        # A weight without a gradient is left out. It may be an unused token, such as one for masks, or it keeps its
+        # initial values, such as the zeros of a LoRA, which is another finding.
         biases = [evidence.parameter(each.module, path).gradient for path in ("bias", "in_proj_bias")]
         is_used = any(gradient.rms.any() for gradient in (each.gradient, *biases))
         if len(values) < persistence or each.numel < fewest or not is_used:
@@ -381,9 +381,9 @@ def _far_above(
     factor: float,
     most: float,
 ) -> Iterator[tuple[View, Floats, float]]:
-    """Yield the parameters far above all others, each with the values and the median learning rate of the others.
+    """Yield the parameters with values far above all others, each with the others' values and median learning rate.
 
-    The values of the others are collected only for these few parameters. Otherwise the time would be quadratic.
+    The values of the other parameters are collected only for these few, since the time would otherwise be quadratic.
     """
     slow_first = sorted((each for each, rate in rates.items() if rate > 0), key=lambda each: rates[each])
     scaled = [factor * rates[each] for each in slow_first]
@@ -396,7 +396,7 @@ def _far_above(
         return usual, set(sizes), np.sort(np.array([0.0, *sizes.values()]))[-2:]
 
     for each, value in compared.items():
-        # The parameters with a far lower learning rate, in other groups.
+        # The number of parameters with a far lower learning rate, which are in other parameter groups.
         slower = bisect_left(scaled, rates.get(each, 0.0))
         usual, counted, largest = known(slower if 2 * slower >= len(compared) else 0)
         is_largest = each in counted and value == largest[-1]

@@ -87,10 +87,10 @@ def same_samples_on_ranks(
     whole = evidence.data.rank_epoch
     if whole is None or whole.shared < overlap or whole.compared < compared or whole.distinct < distinct:
         return
-    if whole.shared * whole.compared < whole.ranks:  # a sampler repeats as many to fill up all ranks
+    if whole.shared * whole.compared < whole.ranks:  # a sampler fills up ranks with repeated samples
         return
     is_whole = loader.samples is not None and whole.samples >= share * loader.samples
-    # For example, each rank has an infinite sampler or a separate data set.
+    # Shared samples may be intended, for example if each rank has an infinite sampler or a separate data set.
     if not loader.is_iterable and not loader.is_divided and (not is_whole or whole.equal < overlap):
         return
     verdict = (
@@ -183,7 +183,7 @@ def batch_repeats(
             following = "Look for a cache or a buffer that the data set or collate_fn reuses."
             yield replace(_of_epoch(evidence, each, verdict, cached=each.cached, **numbers), next=following)
             return
-        # A data set with few samples may be repeated on purpose.
+        # A data set with few samples may be repeated on purpose, so more samples must be available than are used.
         has_more = loader.samples is not None and loader.samples >= unused * each.distinct
         if loader.has_rows and has_more and each.distinct_batches * times <= each.batches:
             count = round(each.distinct_batches)
@@ -227,7 +227,7 @@ def few_samples(
     drawn: int = 64,
     values: int = 6,
 ) -> Iterator[Finding]:
-    """Yield an epoch with only a few samples of its data set."""
+    """Yield an epoch that uses only a few samples of its data set."""
     loader, epochs = evidence.data.loader, _epochs(evidence)
     for each in epochs:
         many = loader.has_rows and each.distinct >= drawn and loader.values >= values
@@ -249,7 +249,8 @@ def few_samples(
                 f"{each.samples / max(1.0, each.distinct):.0f} times"
             )
             found = _of_epoch(evidence, each, verdict, distinct=each.distinct, samples=each.samples)
-            # A curriculum or episodes have other samples in the next epoch, and sampling weights may be zero.
+            # Few samples are intended with a curriculum or episodes, whose next epoch has other samples, and with
+            # sampling weights, some of which may be zero.
             is_fixed = each.is_same_set and "Weighted" not in loader.sampler
             if is_fixed or each is epochs[-1]:
                 yield found if is_fixed else replace(found, severity="note")
@@ -276,7 +277,7 @@ def validation_in_training(
         return
     validation = "validation" if found.loader is None else f"loader {found.loader} of validation"
     if found.common_rows >= max(samples, share * found.rows):
-        # An augmentation changes the values of a sample, but not its row.
+        # Rows are compared first, since an augmentation changes the values of a sample, but not its row.
         verdict = (
             f"{found.common_rows} of the {found.rows} samples of {validation} are rows of the data set that are also "
             "samples of training"
@@ -287,7 +288,7 @@ def validation_in_training(
     if found.common < samples:
         return
     measured = found.common / max(1, found.compared)
-    # Samples with few possible values, such as three bits, may be equal by chance.
+    # Samples with few possible values, such as three bits, may be equal by chance, so they must be distinct here.
     if measured >= share and found.distinct >= distinct * found.samples:
         verdict = f"{measured:.0%} of the samples of {validation} are also samples of training"
         numbers = {"share": measured, "common": found.common, "compared": found.compared}
@@ -314,7 +315,7 @@ def target_in_inputs(evidence: Evidence, *, samples: int = 64) -> Iterator[Findi
         return
     inputs = [node for node in step.graph.nodes if node.kind == "input" and node.outputs]
     floats = [node for node in inputs if "float" in node.outputs[0].dtype and len(node.outputs[0].shape) > 1]
-    # The step may drop this value from the inputs.
+    # The step may drop this value from the inputs, for example by slicing.
     if any(user.name in _SELECTIONS for node in floats for user in step.users(node)):
         return
     verdict = f"value {loader.target_place} of the inputs is the target in each of {loader.compared} compared samples"
@@ -457,7 +458,7 @@ def repeated_samples(
     least: float = 0.01,
     most: float = 0.3,
 ) -> Iterator[Finding]:
-    """Yield an epoch in which samples are repeated before all others have come."""
+    """Yield an epoch in which samples are repeated before all other samples have been used."""
     loader = evidence.data.loader
     for each in _epochs(evidence):
         if not each.is_whole or each.distinct < samples or not 0 < each.first_repeat <= before * each.distinct:
@@ -498,7 +499,7 @@ def _is_named(sampler: str) -> bool:
 def unused_samples(
     evidence: Evidence, *, epochs: int = 2, samples: int = 64, least: float = 0.05, most: float = 0.3
 ) -> Iterator[Finding]:
-    """Yield a finding if some samples come in no epoch."""
+    """Yield a finding if some samples are used in no epoch."""
     loader = evidence.data.loader
     each = next((each for each in reversed(_epochs(evidence)) if each.passed >= epochs), None)
     if each is None or loader.samples is None or loader.samples < samples or loader.is_limited:

@@ -17,8 +17,8 @@ from lightning_recorder.insight.rules.gradients import trains, without_gradient
 def _uncalled(evidence: Evidence, records: int) -> Iterator[tuple[str, str]]:
     """Yield each module that was never called, with the uncalled list member around it, such as ``experts.1``.
 
-    The member is an empty string unless other members of the list, of the same class, were called. Modules whose
-    parameters have a gradient are left out: a function may use them without a call.
+    The member is an empty string unless other list members of the same class were called. Modules whose parameters have
+    a gradient are left out: a function may use the parameters without a call of the module.
     """
     called = {site.name for site in evidence.activations.places}
     if not called or not trains(evidence):
@@ -30,7 +30,8 @@ def _uncalled(evidence: Evidence, records: int) -> Iterator[tuple[str, str]]:
     reached = {name[:end] for name in called for end in (*(dot.start() for dot in re.finditer(r"\.", name)), len(name))}
     for name, zero in without_gradient(evidence, records).items():
         if name and name not in reached and not zero:
-            # A layer with an uncalled expert is itself called. The class of an uncalled module may be unknown.
+            # Only the innermost uncalled member counts, since a layer with an uncalled expert is itself called. The
+            # class of an uncalled module may be unknown; then any class matches.
             kind = evidence.type_of(name)
             members = (
                 before + number
