@@ -277,16 +277,19 @@ def rows_of(findings: Iterable[Finding], sites: Sequence[Hashable]) -> list[tupl
 def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> list[Finding]:
     """Return the findings from records and the findings of the watch on every step, ranked together.
 
-    The watch sees the first bad value, while the records see only its consequences at a later step. A finding of the
-    records about non-finite values is therefore left out if the watch has such a finding. There is one exception: a
-    finding of the watch without a known origin is left out if the records of the same step name a module and the loss
-    did not rise before. After a rise, that module is only where the divergence ended. A spike of the loss or the
-    gradients is ranked after the findings of the records if one of them began earlier, or may have begun between two
-    records, since it is probably the cause. The same holds for divergence and for a non-finite loss if the records
-    showed a cause before. A gradient spike in the records between the first and the last spike of the watch is merged
-    into the finding of the watch, which knows the loss of each step. A loss that falls without bound is left out if the
-    finding about the first bad value mentions it, or if the records show a wrong sign. Non-finite values are left out
-    if the records show that the loss has no target.
+    - Non-finite values: the finding of the records is left out if the watch has one. The watch sees the first bad
+      value, while the records see only its consequences at a later step. There is one exception: a finding of the watch
+      without a known origin is left out if the records of the same step or an earlier step name a module and the loss
+      did not rise before. After a rise, that module is only where the divergence ended.
+    - Non-finite values in a loss without any target: the finding of the watch is left out, since the records have the
+      cause.
+    - A spike of the loss or the gradients is ranked after the findings of the records if one of these began before the
+      spike, since it is probably the cause. It also counts as earlier if it may have begun between two records.
+    - Divergence and a non-finite loss are ranked after the findings of the records if these show an earlier cause.
+    - A gradient spike in the records is merged into a finding of the watch if it lies between the first and the last
+      spike of that finding. The watch knows the loss of each step.
+    - A loss that falls without bound is left out if the finding about the first bad value mentions it, or if the
+      records show a wrong sign.
 
     Args:
         findings: The ranked findings from records.

@@ -169,7 +169,7 @@ class Wiring:
         )
 
     def is_parallel(self, before: str) -> bool:
-        """Return True if members of a list such as ``"experts."`` do not feed each other and two or more ran."""
+        """Return True if two or more members of a list such as ``"experts."`` were called and feed no other member."""
 
         def member(name: str) -> str:
             return name[len(before) :].partition(".")[0]

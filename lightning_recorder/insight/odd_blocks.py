@@ -78,7 +78,7 @@ class OddBlock:
 
 
 def odd_blocks(graph: Graph, limits: OddLimits = LIMITS) -> tuple[OddBlock, ...]:
-    """Return the blocks that differ from all other blocks of their list, which are equal.
+    """Return the blocks that differ from all other blocks of their list.
 
     A list has at least eight blocks, or three if they compute attention.
 
@@ -294,7 +294,7 @@ def _odd_of_kinds(blocks: _Blocks, known: Sequence[int]) -> Iterator[OddBlock]:
     if same:
         same = [place for place in others if known[place] == known[same[0]]]
     else:
-        # Blocks that change the size and blocks that keep it are of different kinds.
+        # Blocks that change the size of their input and blocks that keep it are of different kinds.
         others = [place for place in others if blocks.is_resized(place) == blocks.is_resized(odd)]
         kinds = Counter(known[place] for place in others).most_common(1)
         same = [place for place in others if known[place] == kinds[0][0]]
@@ -310,11 +310,11 @@ def _other_form(blocks: _Blocks, block: Node, usual: Node) -> Iterator[OddBlock]
     here, there = blocks.items(block), blocks.items(usual)
     ends = [blocks.items(blocks.blocks[place]) for place in (0, -1)]
     differing = {item for item in here.keys() | there.keys() if here[item] != there[item]}
-    # If a module differs, so do the functions that it calls.
+    # If a module differs, the functions that it calls differ as a consequence, so they are left out.
     modules = {path for _, _, path, _ in differing if path}
     differing = {item for item in differing if item[0] not in modules}
     kinds = {item[:3] for item in differing}
-    # The number of calls in a loop over experts depends on the number of chosen experts.
+    # In a loop over experts, the number of calls depends on the number of chosen experts, so it may differ.
     is_loop = len(kinds) > 1 and here.keys() == there.keys()
     if here == Counter({item: 2 * number for item, number in there.items()}):
         yield OddBlock(block.name, block.name, len(blocks.blocks) - 1, "it calls everything twice")
@@ -333,7 +333,7 @@ def _other_form(blocks: _Blocks, block: Node, usual: Node) -> Iterator[OddBlock]
     if is_resized:
         return
     adds = not missing and any(item[2] or item[1] not in _DOUBTFUL for item in extra)
-    # Layers that are absent or of another class were chosen when the model was built.
+    # Layers that are absent or of another class were chosen when the model was built, so they may be intended.
     has_less = not extra and (
         not blocks.learned(usual).isdisjoint(missing)
         or (blocks.with_sizes and block.total_parameters < usual.total_parameters)

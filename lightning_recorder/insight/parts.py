@@ -22,7 +22,7 @@ def new_parts(statistics: Sequence[str]) -> History:
 
 
 def add_parts(history: History, table: Table) -> None:
-    """Add the vectors of a record to a history. Each entry becomes a site, with its number in the layer as the path."""
+    """Add the vectors of a record to a history. Each entry of a vector becomes a site whose path is its index."""
     names = history.statistics[:-2]
     blocks: dict[Site, NDArray[np.float64]] = {}
     for site in table.sites:

@@ -14,7 +14,7 @@ _PRODUCTS = ("matmul", "__matmul__", "mm")
 _DIFFERENCES = ("sub", "__sub__", "rsub", "__rsub__", "subtract")
 _ERRORS = {"square": "mse_loss", "pow": "mse_loss", "__pow__": "mse_loss", "abs": "l1_loss"}
 _CLAMPS = ("clamp", "clip", "clamp_", "clip_")
-_TINY = 1e-3  # the largest distance from 0 and 1 of a clamp that only keeps probabilities away from them
+_TINY = 1e-3  # a clamp whose limits are at most this far from 0 and 1 only keeps probabilities away from them
 
 
 def recognized(graph: Graph) -> Graph:

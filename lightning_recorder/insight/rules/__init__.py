@@ -33,8 +33,8 @@ from lightning_recorder.insight.rules import (
 
 __all__ = ["RULES"]
 
-# In order: settings, single layers, comparisons. Of two findings that do not explain each other, the finding with the
-# more evident cause comes first.
+# Findings that do not explain each other are ranked by this order: rules with a more evident cause come first. So
+# settings precede single layers, and single layers precede comparisons.
 _FILES = (
     non_finite,
     ranks,

@@ -108,7 +108,7 @@ def _none_above(values: Floats, limit: float) -> bool:
 
 
 def _is_constant(head: View, persistence: int, least: float) -> bool:
-    # Only if there are two or more keys. Scores of non-zero queries and keys differ at least by rounding.
+    # The statistic exists only with two or more keys. Scores of non-zero queries and keys differ at least by rounding.
     return _none_above(_last(head, "attention_logit_std", persistence), least)
 
 
@@ -133,7 +133,7 @@ def zero_projection(evidence: Evidence, *, persistence: int = 3) -> Iterator[Fin
     around = {name.rpartition(".")[0] for name in layers_of(evidence, evidence.heads)}
     for each in evidence.weights:
         is_joined = len(each.shape) == 2 and max(each.shape) == 3 * min(each.shape)
-        # The weight of a GRU's gates has the same shape.
+        # The weight of a GRU's gates has the same shape, so only weights of attention layers count.
         is_of_attention = each.path == "in_proj_weight" or each.module.rpartition(".")[0] in around
         for view in (each, each.gradient) if is_joined and is_of_attention else ():
             thirds = 3 * view.zero_fraction[-persistence:]
@@ -324,7 +324,7 @@ def sees_later_keys(
     evidence: Evidence, *, persistence: int = 2, share: float = 1e-3, most: float = 0.7, targets: float = 0.9
 ) -> Iterator[Finding]:
     """Yield the layers that see later positions, if the other layers of the stack do not."""
-    # Cross-attention may have as many keys as queries. The graph distinguishes it from self-attention.
+    # Cross-attention, which may see all keys, may have as many keys as queries. The graph shows which is which.
     own = {step_of(evidence).owner(last) for last, _ in attention_layers(step_of(evidence))}
     leaks = _predicts_next(evidence, persistence, targets)
     families: dict[str, list[View]] = {}
@@ -398,7 +398,7 @@ def mixes_tokens(evidence: Evidence, *, persistence: int = 2, targets: float = 0
     """Yield means over positions or samples that reach each token in a model that predicts next tokens."""
     step = step_of(evidence)
     linears = [each for _, projections in attention_layers(step) for each in projections]
-    # addmm gets the bias first, then all tokens in one dimension.
+    # The second input of addmm has the tokens, in one dimension. Its first input is the bias.
     inputs = [shape_of(each, int(each.name == "addmm")) or () for each in linears]
     streams = {(prod(shape[:-1]), shape[-1:]) for shape in inputs}
     found = [
@@ -432,7 +432,7 @@ def _mixes_positions(step: RecordedStep, node: Node, shape: Sequence[int]) -> bo
     found = [node]
     for each in found:
         for user in step.users(each):
-            # A layer after a mean computes a summary of the sequence, which is intended.
+            # Stop at a layer: a layer after a mean computes a summary of the sequence, which is intended.
             if user not in found and len(found) < _MOST_USERS and user.name not in ("linear", "addmm", *LOSSES):
                 found.append(user)
     return any(each.outputs and each.outputs[0].shape == shape for each in found)
@@ -482,8 +482,8 @@ def equal_query_and_key(evidence: Evidence, *, persistence: int = 2, cosine: flo
         yield found[0].found(verdict, "attention_alike", others=_others(found), cosine=found[0].attention_alike[-1])
 
 
-_ROTARY = re.compile(r"rotary|(?<![pu])rope")  # not "property"
-_POSITIONS = re.compile(r"(?<![mx])pos(ition|_|$|e[mn]|\d)|wpe$")  # no composition, posterior or transpose; wpe: GPT-2
+_ROTARY = re.compile(r"rotary|(?<![pu])rope")  # does not match "property"
+_POSITIONS = re.compile(r"(?<![mx])pos(ition|_|$|e[mn]|\d)|wpe$")  # not composition, posterior or transpose; wpe: GPT-2
 
 
 @rule(

@@ -164,7 +164,7 @@ def _rotations(step: RecordedStep, side: Node, projections: list[Node]) -> int:
     count = 0
     for node in _on_the_way(step, side, projections):
         tables = [each for each in step.sources(node) if "parameter" not in step.roots[each.id] and each.outputs]
-        # A mask has only one value for each position, so it is no position table.
+        # A mask has only one value for each position, so it does not count as a position table.
         shapes = (each.outputs[0].shape for each in tables)
         count += node.name.strip("_") in _FACTORS_OF and any(len(each) > 1 and each[-1] > 1 for each in shapes)
     return count
@@ -385,9 +385,9 @@ def _widths(stacked: list[tuple[Node, list[Node]]]) -> set[int]:
 
 
 def attention_layers(step: RecordedStep) -> Iterator[tuple[Node, list[Node]]]:
-    """Yield each self-attention, with the linear layers that compute its queries, keys and values.
+    """Yield each self-attention as a node, with the linear layers that compute its queries, keys and values.
 
-    Its node is the fused attention function, or the product with the values.
+    The node is the fused attention function, or the product with the values.
     """
     for node in step.operations:
         if node.name == ATTENTION:
@@ -409,7 +409,10 @@ def attention_layers(step: RecordedStep) -> Iterator[tuple[Node, list[Node]]]:
 
 
 def _linears_before(step: RecordedStep, last: Node) -> list[Node]:
-    """Return the linear layers that an operation depends on without others in between, in the order of execution."""
+    """Return the nearest linear layers that an operation depends on, in the order of execution.
+
+    No other linear layer lies between them and the operation.
+    """
     found: dict[int, Node] = {}
     seen: set[int] = set()
     todo = [last]
@@ -438,7 +441,7 @@ def _stream(step: RecordedStep, linear: Node) -> Node:
 def _feed_forward(step: RecordedStep, widths: Collection[int]) -> Iterator[tuple[Node, list[Node]]]:
     """Yield each feed-forward layer of a stack as its last linear layer and its first linear layers.
 
-    The last one has as many outputs as the first ones have inputs, and fewer than there are features in between.
+    The last layer has as many outputs as the first layers have inputs. The width in between is larger.
     """
     found: dict[str, list[tuple[Node, list[Node]]]] = {}
     for node in step.operations:
@@ -463,9 +466,10 @@ def _has_bypass(step: RecordedStep, last: Node, projections: list[Node]) -> bool
         if node.kind != "op" or _goes_beyond(step, node, last) or len(seen) > _MOST:
             return True
         before = [each for each in step.sources(node) if each.kind not in ("parameter", "buffer")]
-        # A tensor of the batch beside the output of a layer is a mask.
+        # A tensor of the batch beside the output of a layer is a mask, so it is skipped.
         before = [each for each in before if "parameter" in step.roots[each.id]] or before
-        # The shift and the scale of a conditional normalization have one row for all positions.
+        # The shift and the scale of a conditional normalization have another shape, one row for all positions, so they
+        # are skipped.
         shape = node.outputs[0].shape if node.outputs else ()
         before = [each for each in before if each.outputs and each.outputs[0].shape == shape] or before
         if _is_of_norm(step, node, before):

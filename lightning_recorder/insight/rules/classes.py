@@ -19,7 +19,7 @@ _PREDICTED, _MEANT = (f"in.{side}{CLASS_COUNTS}" for side in ("prediction", "tar
 
 
 def _sides(evidence: Evidence, path: str) -> Iterator[View]:
-    """Yield the sites of losses with a path. Only the first call of a loss in a step counts."""
+    """Yield the loss sites with a path. Later calls of a loss in a step have other paths, so only the first counts."""
     for site in evidence.losses.places:
         if site.path == path:
             yield View(evidence, evidence.losses, site)
@@ -67,7 +67,7 @@ def class_ignored(evidence: Evidence, *, persistence: int = 4, most: float = 0.5
         if node.name not in ("cross_entropy", "nll_loss") or not text.isdigit() or not shape or len(shape) != 2:
             continue
         target = step.made_by(sources[1]) if len(sources) > 1 else node
-        # Targets for sequences may lack the time dimension.
+        # Only logits with one row for each sample count, not those of flattened sequences.
         if int(text) >= shape[1] or target.kind != "input" or step.batch != shape[0]:
             continue
         names = (step.function_names.get(node.id, ""), step.owner(node))

@@ -199,7 +199,8 @@ def block_trend(
             is_steady = (steps > np.log(each)).all() or (steps < -np.log(each)).all()
             if not is_steady or is_jump or change <= np.log(total):
                 continue
-            # In a U-Net, most of the gradient flows through the skip connections.
+            # For gradients, the blocks must be a plain chain: in a U-Net, most of the gradient flows through the skip
+        # connections.
             if table is evidence.activations or evidence.wiring.is_plain(blocks_of([site.name for site in group])):
                 found.append((change, group))
         if found:
@@ -260,10 +261,10 @@ def unlike_siblings(
             found = replace(found, first_step=shown[0], last_step=shown[-1], records=len(shown))
         other = of_weights if words == WEIGHT_GRADIENT else backward
         (forward if kind < FORWARD else other).setdefault(site, []).append(found)
-    # Weight gradients follow from output gradients, so they count only if nothing else differs.
+    # Weight gradients follow from output gradients, so weight gradients count only if nothing else differs.
     backward = backward or ({} if forward else of_weights)
     order = evidence.wiring.order
-    # Gradients flow backward, so the last module is the nearest to the cause.
+    # Findings nearest to the cause come first. In the backward pass, this is the last module.
     first_last = sorted(forward.items(), key=lambda each: order.get(each[0].name, -1))
     last_first = sorted(backward.items(), key=lambda each: -order.get(each[0].name, -1))
     for _, several in (*first_last, *((site, found) for site, found in last_first if site not in forward)):
@@ -301,7 +302,7 @@ def train_differs(
     if found is None:
         return
     view, here, there = found
-    # Running statistics lag early in a training. A lasting difference is also in the next validation.
+    # Running statistics lag early in a training, so the same output must differ in two validations.
     earlier = _first_apart(evidence, validation.steps[-2], *limits) if len(validation) > 1 else None
     # The input of the first layer does not depend on the training, so one validation is enough.
     is_input = len(validation) == 1 and evidence.wiring.inputs.get(view.module) == [INPUT]
@@ -312,7 +313,7 @@ def train_differs(
         f"{validation.steps[-1]}"
     )
     factor = here / there if there else np.inf
-    # If a first layer ignores the mode, its inputs must differ.
+    # If a first layer works alike in training and evaluation mode, its inputs must differ.
     if evidence.wiring.inputs.get(view.module) == [INPUT] and view.kind.startswith(_WITHOUT_MODE):
         differs = view.found(f"{verdict}: its inputs differ", "rms", factor=factor, train=here, validation=there)
         yield replace(differs, why=_WHY_DATA, next=_NEXT_DATA)

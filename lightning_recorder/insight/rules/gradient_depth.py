@@ -93,7 +93,8 @@ def exploding_gradient(
         return
     name = site.name
     verdict += f", most of it between {name} and {before.name}, more than the weight of {name} explains"
-    # If another input of this layer has a far smaller gradient, the backward pass of the layer is fine.
+    # If another input of this layer has a far smaller gradient, the backward pass of the layer is fine, so the finding
+    # names the module before it.
     feeds = [norms.get(Site(each, "out"), np.inf) for each in evidence.wiring.inputs.get(name, ())]
     site = before if min(feeds, default=np.inf) * unexplained < norms[before] else site
     following = f"Look at what uses the output of {before.name}: the terms of the loss, their signs, and factors."
@@ -145,7 +146,7 @@ def _largest_growth(evidence: Evidence, name: str) -> float:
 
 
 def _of_small_heads(evidence: Evidence, norms: Mapping[Site, float], factor: float) -> set[str]:
-    """Return the modules that lead only to heads with a far smaller gradient than another head, as with two losses."""
+    """Return the modules that feed only heads with a far smaller gradient than another head, as with two losses."""
     wiring = evidence.wiring
     pairs = pairs_of_heads(evidence, norms)
     small = {other.name for one, other in pairs if norms[one] > factor * norms[other]}

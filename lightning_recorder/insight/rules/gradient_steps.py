@@ -57,7 +57,7 @@ def gradient_step(
     lone: float = 6.0,
     quiet: float = 1.5,
 ) -> Iterator[Finding]:
-    """Yield the block at which the gradient changes in size, while it is steady on both sides."""
+    """Yield the block at which the gradient norm jumps, while it is steady in the blocks before and after."""
     norms = gradient_norms(evidence.gradients)
     order = evidence.wiring.order
     steps: dict[str, list[tuple[Site, Site]]] = {}
@@ -70,14 +70,15 @@ def gradient_step(
         is_large = abs(growth[place]) - others > np.log(factor) and not _is_learned(evidence, group, growth, quiet)
         if is_large or (len(group) >= many and _is_lone(evidence, group, growth, lone, quiet)):
             blocks = blocks_of([site.name for site in group])
-            # In the gradients, a factor at the end of a block looks like a factor at the beginning of the next block.
+            # A factor at the end of a block and a factor at the beginning of the next block have the same effect on the
+            # gradients. The earlier block is named only if its operations are unusual.
             block = blocks[place if _has_other_code(evidence, blocks, place, place + 1) else place + 1]
             ends.setdefault(block, blocks[place])
             steps.setdefault(block, []).append((group[place], group[place + 1]))
     outliers = all_outliers(evidence) if steps else ()
     sick = [site.name for kind, _, _, _, site, _, _ in outliers if kind < FORWARD]
     for block, found in steps.items():
-        # Findings about the outputs of a block are nearer to the cause than its gradients.
+        # A block with a finding about its outputs is left out: outputs are nearer to the cause than gradients.
         if any(each.startswith((f"{block}.", *_before(block, groups))) for each in sick):
             continue
         same_sign = len({norms[site] > norms[behind] for site, behind in found}) == 1
@@ -100,10 +101,10 @@ def _before(block: str, groups: list[list[Site]]) -> Iterator[str]:
 
 
 def _is_learned(evidence: Evidence, group: list[Site], growth: Floats, quiet: float) -> bool:
-    """Return True if the gradient grows in the first block, but did not in the first record.
+    """Return True if the gradient grows most in the first block, but did not grow there in the first record.
 
-    A factor in the code has its effect from the start. A first block that learns to write a large residual stream has
-    such growth later, since the following normalizations divide by the size of the stream.
+    A factor in the code has its effect from the start. If the first block learns to write a large residual stream, the
+    gradient grows there only later, since the following normalizations divide by the size of the stream.
     """
     if np.argmax(np.abs(growth)) != 0 or growth[0] < 0:
         return False
@@ -171,10 +172,10 @@ def _adds_branches(evidence: Evidence) -> bool:
 def _before_first(
     evidence: Evidence, norms: Mapping[Site, float], group: list[Site], factor: float
 ) -> tuple[Site, Site] | None:
-    """Return the sites before and after the first block, if the gradient norms there are too different.
+    """Return the sites before and after the first block, if their gradient norms are too different; otherwise None.
 
-    The group must be the outputs that the blocks add to a residual stream, and the site before must be the stream that
-    the first block adds to. Then both feed the second block.
+    The group must be the outputs that the blocks add to a residual stream. The site before the first block must be the
+    stream to which the first block adds its output, so that both feed the second block.
     """
     table, wiring = evidence.gradients, evidence.wiring
     blocks = blocks_of([site.name for site in group])
@@ -189,7 +190,7 @@ def _before_first(
     size = evidence.medians(evidence.activations, "rms").get(stem, np.nan)
     logs = np.log([norms[site] for site in (stem, *group)])
     growth = -np.diff(logs)
-    # A normalization in the block divides by the size of the stream, which scales the gradient by the inverse.
+    # A normalization in the block divides by the size of the stream and scales the gradient by the inverse of the size.
     limit = factor * (max(1.0, 1.0 / size) if growth[0] > 0 else 1.0)
     is_large = abs(growth[0]) - float(np.abs(growth[1:]).max()) > np.log(limit)
     return (stem, group[0]) if is_large else None

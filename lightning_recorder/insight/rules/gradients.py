@@ -30,7 +30,7 @@ GRADIENT_CONSEQUENCES = {
     "barely-moves": ("any",),
     "unlike-siblings": ("any",),
 }
-"""The rules about consequences of lost or small gradients, with the relative positions of their modules."""
+"""The rules about consequences of lost or small gradients, each with where their modules are relative to the cause."""
 
 _NO_GRAD = "(no_grad)"  # the note in the graph
 _WHY_LAST_BLOCK = "The block before has the same branch. A further block may use this one, and there is none."
@@ -143,9 +143,10 @@ def _around(name: str) -> Iterator[str]:
 
 
 def _stopped(evidence: Evidence, records: int) -> dict[str, bool]:
-    """Return the called modules among those of :func:`without_gradient`; all of them if no outputs are recorded.
+    """Return the modules of :func:`without_gradient` that were called; all of them if no outputs are recorded.
 
-    A module is left out if all its inner modules have gradients: then only a parameter of the module itself is unused.
+    A module is left out if all its inner modules have gradients. In this case, only a parameter of the module itself is
+    unused.
     """
     called = {site.name for site in evidence.activations.places}
     found = without_gradient(evidence, records)
@@ -238,7 +239,7 @@ def _flat_after(evidence: Evidence, name: str) -> str:
 
 
 def _trained_before_last(evidence: Evidence, name: str, lost: Collection[str]) -> str:
-    """Return the same layer of the previous block, if that is trained and the loss does not use this layer."""
+    """Return the corresponding layer of the previous block, if it is trained and the loss ignores layer ``name``."""
     step = step_of(evidence)
     losses = [node for node in step.graph.nodes if node.kind == "backward"]
     used = set[int]().union(*(step.ancestors(node) for node in losses))
@@ -319,10 +320,13 @@ def last_behind(wiring: Wiring, names: Collection[str], reached: Collection[str]
 
 
 def pairs_of_heads(evidence: Evidence, norms: Mapping[Site, float]) -> list[tuple[Site, Site]]:
-    """Return the pairs of heads on common layers, each with the larger gradient first. No module follows a head."""
+    """Return the pairs of heads on common layers, each with the larger gradient first.
+
+    A head is a module that feeds no other module.
+    """
     wiring, step = evidence.wiring, step_of(evidence)
     heads = [site for site in norms if site.name in wiring.order and not wiring.outputs.get(site.name)]
-    # The result of a block's last update may not reach a loss.
+    # A module without a later module may still be no head: the result of a block's last update may not reach a loss.
     lead = {step.owner(node) for node in step.operations if node.id in step.gives_gradients}
     heads = [site for site in heads if not lead or any(f"{name}.".startswith(f"{site.name}.") for name in lead)]
     return [

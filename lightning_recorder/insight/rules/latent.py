@@ -47,7 +47,7 @@ def posterior_collapse(
     pairs = list(dict.fromkeys((mean, scale) for mean, scale, _ in _latents(evidence.graph, _learned(evidence))))
     outputs = [(evidence.output(mean), evidence.output(scale)) for mean, scale in pairs]
     since = [_collapse(mean, scale, records, most_nats, shrink, most_scale) for mean, scale in outputs]
-    if not since or None in since:  # hierarchical models may leave some variables unused
+    if not since or None in since:  # all must collapse: hierarchical models may leave some variables unused
         return
     mean, scale = pairs[0]
     names = f"outputs of {mean} and {scale} are" if mean != scale else f"output of {mean} is"
@@ -77,7 +77,8 @@ def latent_without_prior(evidence: Evidence) -> Iterator[Finding]:
     latents = list(_latents(graph, _learned(evidence)))
     used = _before(step, [node for node in graph.nodes if node.kind == "backward"], set())
     ends = {sample.id for _, _, sample in latents}
-    # All operations between the layers and the samples. The noise takes its shape from one of them.
+    # All operations between the layers and the samples. The operation that draws the noise reads only the shape of one
+    # of them, so it is left out.
     known = _before(step, [sample for _, _, sample in latents], {name for pair in latents for name in pair[:2]})
     readers = [user for each in known - ends for user in step.users(graph[each]) if user.name not in _NOISE]
     if not latents or any(each.id in used - known for each in readers):
@@ -183,7 +184,8 @@ def latent_scale(evidence: Evidence) -> Iterator[Finding]:
             return
         if own is None or None in outside or not outside:
             continue
-        # Without an exponential, the scale must be the raw output of the layer: a softplus or a square is fine, too.
+        # Without an exponential, only the raw output of the layer counts as a fault, since a softplus or a square gives
+        # a valid scale, too.
         if not inside and not _is_raw(step, sample, scale):
             continue
         if not any(math.isclose(each, 2 * own) for each in outside if each is not None):

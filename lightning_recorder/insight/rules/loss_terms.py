@@ -79,7 +79,7 @@ _SIGN_KEPT = ("mean", "std", "var", "div", "add", "sqrt", "sub")  # functions th
 
 
 def _punished_actions(step: RecordedStep) -> tuple[Node, str] | None:
-    """Return a product of action log-probabilities and rewards of the batch that is minimized."""
+    """Return a product of action log-probabilities and rewards, if the loss minimizes the product; otherwise None."""
     for node in step.operations:
         sources = step.sources(node) if node.name == "mul" and step.signs.get(node.id) == {1} else []
         for one, other in both_ways(sources) if len(sources) == 2 else ():
@@ -149,7 +149,7 @@ def both_ways(two: list[Node]) -> list[tuple[Node, Node]]:
 
 
 def chosen_action(step: RecordedStep, node: Node) -> Node | None:
-    """Return the node that selects the log-probabilities of actions, if a node is one; otherwise None."""
+    """Return the node that selects the log-probabilities of actions, if ``node`` has its values; otherwise None."""
     node = step.made_by(node)
     while node.name == "getitem" or keeps_values(node):
         node = next(iter(step.sources(node)), node)
@@ -211,7 +211,7 @@ def _is_power_of_same(step: RecordedStep, weight: Node, term: Node) -> bool:
 
 
 def _weight_of_mean(step: RecordedStep, weight: Node, term: Node) -> str:
-    """Describe a weight with p = exp(-loss) whose loss is the mean over several samples; otherwise an empty string."""
+    """Describe a focal weight computed from p = exp(-loss) with the mean loss of several samples; otherwise empty."""
     loss = step.made_by(term)
     is_mean = loss.name in LOSSES and loss.outputs and not loss.outputs[0].shape and shape_of(loss)
     if not is_mean or math.prod(shape_of(loss, 1) or (2,)) <= 1 or weight.id not in step.trained:
@@ -264,7 +264,8 @@ def _common_origin(step: RecordedStep, node: Node, sources: list[Node]) -> Node 
             (each,) = inner
         origins.add(each)
     (origin,) = origins if len(origins) == 1 else (node,)
-    # Subtracting a teacher's own entropy turns the cross-entropy of student and teacher into a divergence.
+    # The entropy of a teacher's output is intended: subtracting it turns the cross-entropy of student and teacher into
+    # a divergence.
     targets = {
         each
         for other in step.operations
@@ -296,7 +297,8 @@ def _is_same(step: RecordedStep, one: Node, other: Node) -> bool:
         sources = step.sources(left), step.sources(right)
         if not is_alike or _FRESH.fullmatch(left.name) or left.note != right.note or len(sources[0]) != len(sources[1]):
             return False
-        # Which of several result tensors is used is unknown, and constant tensors may differ.
+        # Nodes with several outputs do not count, since the graph does not show which output is used. Nodes without
+        # sources are constants, which may differ.
         if not sources[0] or len(left.outputs) != 1 or left.outputs != right.outputs:
             return False
         todo += zip(*sources, strict=True)
@@ -324,7 +326,7 @@ def derivative_without_graph(evidence: Evidence) -> Iterator[Finding]:
         while todo:
             user = todo.pop()
             is_layer = any(each.kind == "parameter" for each in step.sources(user))
-            # The weight of a term may be computed from derivatives, and is then a constant.
+            # A weight of a term may be computed from derivatives. It is a constant, so it needs no graph.
             is_weight = user.name in ("mul", "div", "multiply", "divide") and any(
                 each.id in step.trained for each in step.sources(user)
             )

@@ -48,7 +48,7 @@ DIFFERENCES = ("sub", "__sub__", "__rsub__", "rsub")
     is_lasting=True,
 )
 def loss_shapes(evidence: Evidence) -> Iterator[Finding]:
-    """Yield losses whose prediction and target broadcast, and sample weights that multiply a mean."""
+    """Yield losses whose prediction and target are broadcast against each other, and sample weights times a mean."""
     step = step_of(evidence)
     for node in step.operations:
         if (shape := _weights_of_mean(step, node)) is not None:
@@ -114,7 +114,7 @@ def _norms_of_entries(step: RecordedStep, node: Node) -> Shape | None:
     gradient = step.behind(node) if "norm" in node.name else None
     if gradient is None or gradient.kind != "backward" or sum(size > 1 for size in shape) < 2:
         return None
-    # A field has one value for each point, and the gradient of each value has a norm.
+    # A field has one value for each point, and one gradient norm for each value, which is intended.
     value = next(iter(step.sources(gradient)), gradient)
     value = (step.behind(value) or value) if value.name == "sum" else value
     if not value.outputs or math.prod(value.outputs[0].shape) == math.prod(shape):
@@ -133,7 +133,7 @@ def _is_error(step: RecordedStep, node: Node) -> bool:
     # Only a column and a vector with the same samples count; other missing dimensions may be intended.
     if not 1 < one[0] == other[0] or {one, other} != {(one[0],), (one[0], 1)}:
         return False
-    # Pairs of predictions, as in a ranking loss, are intended.
+    # Differences of all pairs of predictions, as in a ranking loss, are intended.
     predicts = ["parameter" in step.roots[each.id] for each in sources]
     is_given = any("input" in step.roots[each.id] for each, one in zip(sources, predicts, strict=True) if not one)
     if sorted(predicts) != [False, True] or not is_given:
@@ -328,7 +328,8 @@ def _is_product_with_itself(step: RecordedStep, node: Node) -> bool:
     """Return True for the product of a matrix and its own transpose."""
     sources = [step.made_by(each) for each in step.sources(node)]
     is_product = node.name in ("matmul", "mm", "linear", "__matmul__")
-    # Outputs of chunk, split and unbind are different vectors.
+    # A node with several outputs, such as chunk, split or unbind, does not count, since the factors may be different
+    # outputs.
     is_one = len(sources) == 2 and sources[0] is sources[1] and len(sources[0].outputs) == 1
     return is_product and is_one and sources[0].kind == "op"
 

@@ -148,7 +148,7 @@ def gradient_noise(evidence: Evidence, *, fewest: int = 8, wide: float = 10.0) -
 
 
 def _norms(evidence: Evidence, batches: int) -> _Norms | None:
-    """Return the norms in the records with a complete step: each rank has run all batches that the step averages."""
+    """Return the norms in the records with a complete step, in which each rank ran all batches of the step."""
     table = evidence.parameters
     sites = [each for each in table.places if each.path.endswith(_BATCH)]
     pairs = [(each, Site(each.name, each.path.removesuffix(_BATCH) + _GRAD)) for each in sites]

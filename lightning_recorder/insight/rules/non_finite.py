@@ -18,7 +18,7 @@ from lightning_recorder.records.table import Floats
 
 __all__ = ["first_bad_step"]
 
-# These modules only pass a NaN on, so any other candidate is a more probable origin.
+# These modules return a NaN only if their input has one, so any other candidate is a more probable origin.
 _PASSIVE = ("ReLU", "Dropout", "Identity", "Flatten", "Dropout1d", "Dropout2d", "LeakyReLU", "GELU", "SiLU", "Tanh")
 
 
@@ -52,7 +52,7 @@ def _bad(table: History, step: int, *, only_nan: bool = False) -> dict[Site, flo
         return {}
     row = table.steps.index(step)
     counts: Floats = np.nan_to_num(table.get("nan_count")[row])
-    if not only_nan:  # an input may be a mask of minus infinity
+    if not only_nan:  # infinities of inputs are ignored, since an input may be a mask of minus infinity
         counts = counts + np.nan_to_num(table.get("inf_count")[row])
     found = counts.tolist()
     return {site: found[table.places[site]] for site in table.order(row) if found[table.places[site]] > 0}
@@ -167,8 +167,7 @@ def _origin(evidence: Evidence, bad: list[Site]) -> tuple[Site, list[str]]:
     best: tuple[float, bool, int] | None = None
     chosen, missed = "", len(outside - last.keys())
     for call, name in enumerate(wiring.calls):
-        # Neither this call nor a later one explains bad modules before it. If all modules are bad, the first call
-        # suffices.
+        # Stop if this call is no better: neither this call nor a later one explains the bad modules before it.
         if best is not None and missed > best[0]:
             break
         missed += name in outside and last[name] == call
@@ -179,7 +178,8 @@ def _origin(evidence: Evidence, bad: list[Site]) -> tuple[Site, list[str]]:
             if best is None or rank < best:
                 best, chosen = rank, name
     first = bad[0]
-    # A bad module whose inner modules are all fine is the origin itself. Its record comes before the next call.
+    # A bad module whose inner modules are all finite is the origin itself. Its record comes before those of later
+    # calls.
     if not chosen or _is_outer(evidence, first, chosen, names):
         return first, []
     fed = wiring.inputs.get(chosen, []) if wiring.has_graph else []

@@ -52,7 +52,8 @@ def norm_ineffective(evidence: Evidence, *, persistence: int = 2, ratio: float =
         if len(common) < persistence:
             continue
         values, low, high = (each[: len(common)] for each in (values[here], low[there], high[there]))
-        # Weights nearer to 0 than to 1 may be offsets from 1, as in Gemma and xLSTM.
+        # A weight nearer to 0 than to 1 may be an offset from 1, as in Gemma and xLSTM: the layer multiplies by
+        # 1 + weight.
         is_offset = (high < 0.5) & (values < ratio * (1 + high)) & (values * ratio > 1 - high)
         if ((values > ratio * high) | (values * ratio < low))[-persistence:].all() and not is_offset[
             -persistence:
@@ -107,14 +108,14 @@ def running_statistics(
             continue
         feeds = evidence.wiring.inputs.get(site.name, []) if site.path == "running_var" else []
         calls = evidence.wiring.calls_of
-        # If the feeding layer is called more often than the norm, its record also contains outputs that the norm does
-        # not get.
+        # If the feeding layer is called more often than the norm, its record also contains outputs that are no inputs
+        # of the norm, so they cannot be compared.
         if len(feeds) != 1 or feeds[0] == INPUT or len(calls.get(feeds[0], ())) > max(len(calls.get(site.name, ())), 1):
             continue
         steps, distances = _distances(evidence, site.name, evidence.output(feeds[0]))
         if len(steps) < 2 * persistence or steps[-1] < first_step:
             continue
-        # Running statistics begin at 0 and 1, so the distance shrinks at first.
+        # Running means begin at 0 and variances at 1, so in a healthy run the distance shrinks at first.
         first, last = distances[0], distances[-persistence:]
         if last.min() > np.log(factor) and last[-1] > stays * first:
             verdict = (
@@ -125,7 +126,7 @@ def running_statistics(
 
 
 def _unchanged(evidence: Evidence, persistence: int, first_step: int) -> dict[Site, int]:
-    """Return the running variances that never change in train mode, each with the number of those that do."""
+    """Return the sites of running variances that never change in train mode, each with the number that do change."""
     table = evidence.parameters
     if len(table) < persistence or table.steps[-1] < first_step:
         return {}
@@ -184,7 +185,7 @@ def norm_momentum(
         if not len(steps) or steps[-1] < first_step:
             continue
         kept = float((1 - momentum) ** (steps[-1] + 1))
-        # New running statistics are 0 and 1, unlike those of a pretrained model.
+        # New running means are 0 and variances 1, unlike those of a pretrained model.
         is_new = abs(middle[0] - 1) < share and spread[0] < share
         if new <= momentum < 1:
             verdict = f"the running statistics of {name} consist to {momentum:.0%} of the last batch"

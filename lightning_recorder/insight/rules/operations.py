@@ -93,7 +93,8 @@ def _linear_before(step: RecordedStep, node: Node) -> Node | None:
     is_narrow = _is_bottleneck(shape_of(source, 1), shape_of(node, 1))
     # With another user, such as a residual connection, the first layer is not redundant.
     is_read_once = len(list(step.readers(source))) == 1
-    # A layer with fixed weights is a transform of the input, and a layer that is called twice is a recurrence.
+    # A layer with fixed weights is a transform of the input, and a layer that is called twice is a recurrence, so
+    # neither counts.
     weights = [_trained_weight(step, each) for each in (source, node)]
     return source if is_read_once and None not in weights and weights[0] != weights[1] and not is_narrow else None
 
@@ -296,7 +297,7 @@ def _of_whole(step: RecordedStep, node: Node) -> str:
     if node.name not in ("div", "__truediv__", "div_") or len(sources) != 2 or not shape or shape[0] != step.batch:
         return ""
     centered, scale = sources
-    # Skip an added epsilon and the root of a variance.
+    # Skip an added epsilon and the square root of a variance.
     while scale.name in ("add", "sqrt", "clamp") and len(inner := step.sources(scale)) == 1:
         (scale,) = inner
     if centered.name not in _DIFFERENCES or scale.name not in ("std", "var") or scale.outputs[0].shape:
@@ -332,7 +333,8 @@ def _of_normalize(step: RecordedStep, node: Node) -> str:
         return ""
     if setting(node, "dim") not in ("0", str(-len(shape))) or not {"input", "parameter"} <= step.roots[node.id]:
         return ""
-    # Without a following layer, this is right for a correlation of features, but not for products of samples.
+    # If no layer follows, dividing by the norm over the samples is right for a correlation of features, but not for
+    # products of samples.
     pairs = [user for user in step.readers(node) if user.name in ("matmul", "mm", "__matmul__")]
     is_of_samples = any(each.outputs and each.outputs[0].shape == (step.batch, step.batch) for each in pairs)
     if not _feeds_a_layer(step, node) and not (is_of_samples and shape[-1] != step.batch):
@@ -586,7 +588,8 @@ def _joins_tokens(step: RecordedStep, node: Node, length: int) -> bool:
     while todo:
         encoding = todo.pop()
         shape = encoding.outputs[0].shape if encoding.outputs else ()
-        # The first of three dimensions is the batch. Samples may have one number each, such as a diffusion step.
+        # The first of three dimensions is the batch, so the length is searched for in the others. Samples may have one
+        # number each, such as a diffusion step, which is no position.
         is_of_tokens = length in (shape[:-1] if len(shape) == 2 else shape[1:-1])
         for user in step.users(encoding):
             others = [each for each in step.sources(user) if each.id not in seen and each.outputs]
@@ -753,7 +756,8 @@ def padding_is_read(
         zeros = evidence.output(step.owner(tokens)).zero_fraction[-persistence:]
         for user in step.users(node):
             index = setting(user, "index").replace(" ", "") if user.name == "getitem" else ""
-            # The final hidden states, as in h[-1], have another shape than the states of all positions.
+            # Only the state at the last position counts. The final hidden states, as in h[-1], have the shape of
+            # ``states``, unlike the states of all positions.
             if not (index.startswith(":,-1") or (states is not None and shape_of(user) == states)):
                 continue
             for name in dict.fromkeys(step.owner(each) for each in step.readers(user)):
@@ -988,8 +992,8 @@ def _skips_an_exchange(shape: Shape, other: Shape) -> bool:
 def _targets_of_images(step: RecordedStep, node: Node) -> Shape | None:
     """Return the shape of the targets, if a view makes rows for the loss from logits with the classes in dimension 1.
 
-    This is the shape before the targets are flattened. If the last dimension of the logits has the same size, it may
-    have the classes, so None is returned.
+    The result is the shape before the targets are flattened. It is None if the last dimension of the logits is as large
+    as dimension 1, since it may then have the classes.
     """
     shape, rows = shape_of(node) or (), node.outputs[0].shape
     if len(shape) < 3 or len(rows) != 2 or rows[1] != shape[1] or shape[1] == shape[-1]:
@@ -1004,7 +1008,7 @@ def _targets_of_images(step: RecordedStep, node: Node) -> Shape | None:
 
 
 def _is_shift(step: RecordedStep, node: Node, moved: list[int]) -> bool:
-    """Return True if an exchanged dimension was padded before, or is cut before another view reverses the first one."""
+    """Return True for a deliberate shift: an exchanged dimension was padded before, or is cut before a reverse view."""
     source = step.behind(node)
     before = shape_of(source) if source is not None and source.name in ("pad", "cat") else None
     if (

@@ -81,7 +81,7 @@ def dead_output(
         if not dead and view.kind not in _RELUS:
             continue
         if view.kind.startswith("Softmax") and values[-persistence:].min() < 1:
-            continue  # the outputs add up to 1: one of many classes has all of it
+            continue  # with one sure class, nearly all outputs of a softmax over many classes are zero
         since = _since(values >= (zero_fraction if dead else nearly), steps)
         if since == steps[0] and len(evidence.gradients) and not view.gradient:
             continue  # a constant without a gradient, such as the logarithm of a determinant, has not died
@@ -204,8 +204,8 @@ def saturation(
             if len(shares) >= persistence and min(shares) > share:
                 known.add(view.module)
                 yield from _saturated(view, shares)
-    # Cell states and gates learn to saturate. Values near the ends count only if they were there from the start, or if
-    # they are at both ends of a tanh that passes hardly any gradient.
+    # Gates and the outputs of cells learn to saturate. So outputs near the ends of the range count only if they were
+    # there from the start, or if they are at both ends of a tanh that passes hardly any gradient.
     for view, shares in _shares(evidence, (*_FUNCTIONS, *_GATES), _near_the_bounds):
         is_new = view.module not in known and len(shares) >= persistence and min(shares) > nearly
         if is_new and ((view.rms[:1] >= first).any() or _stops_gradient(view, persistence, spread, shrink)):
@@ -213,10 +213,11 @@ def saturation(
 
 
 def _saturated(view: View, shares: list[float]) -> Iterator[Finding]:
-    """Yield a finding, except for a final activation: a prediction may be sure."""
+    """Yield a finding about a saturated output, except for a final activation, since a prediction may be sure."""
     if view.is_last and view.kind in (*_FUNCTIONS, *_GATES):
         return
-    # Few records have histograms, so the rms dates the fault: it grows with the number of values at -1 and 1.
+    # Few records have histograms, so the rms shows when the fault began: it grows with the number of values near the
+    # limits -1 and 1.
     rms, steps = view.column("rms")
     is_known = view.kind in _BOUNDED and len(rms) > 0
     since = _since(rms >= 0.9 * rms[-len(shares) :].min(), steps) if is_known else None
@@ -326,8 +327,8 @@ def attention_collapse(
         # Class probabilities and the weights of a few experts or variables are not attention.
         is_attention = not view.is_last and (not view.shape or view.shape[-1] >= entries)
         is_attention = is_attention and view.module not in probabilities
-        # A head may learn to attend to one position, such as the previous token. The rms grows with the sharpness of a
-        # softmax.
+        # A head may learn to attend to one position, such as the previous token, so only a softmax that was sharp from
+        # the start counts. Its rms grows with its sharpness.
         is_learned = (view.rms[:1] < first * view.rms[-1:]).any()
         if is_attention and not is_learned and len(shares) >= persistence and min(shares) > share:
             verdict = f"{shares[-1]:.0%} of the attention of {site_title(*view.site)} lies on single positions"
@@ -463,12 +464,13 @@ def scale_jump(evidence: Evidence, *, gain: float = 8.0, least_std: float = 3.0)
             view.is_last  # logits may be large
             or view.path not in ("out", "out[0]")
             or not feeds
-            or np.isnan([rms, *before]).any()  # the rms of the model's input is unknown
+            or np.isnan([rms, *before]).any()  # an input of the model has no recorded rms
             or not 0 < max(before) < np.inf
             or _is_transform(evidence, view.module)
         ):
             continue
-        # A mean far from zero may be an intended bias, as before the softplus of a state-space model.
+        # Use the std of the output, since a mean far from zero may be an intended bias, as before the softplus of a
+        # state-space model.
         spread = spreads[view.site]
         largest, least = max(before), min(spread / max(before), _first_gain(view, feeds))
         if least > gain and spread > least_std:
@@ -482,6 +484,6 @@ def _is_transform(evidence: Evidence, name: str) -> bool:
 
 
 def _first_gain(view: View, feeds: list[View]) -> float:
-    """Return the gain in the first record. A learned gain, for predictions in large units, is small at first."""
+    """Return the gain in the first record. A gain that a model learns, such as for large targets, is small at first."""
     before = max(each.rms[0] for each in feeds)
     return float(view.rms[0] / before) if before > 0 else np.inf

@@ -119,7 +119,7 @@ def _own_baseline(evidence: Evidence, step: RecordedStep) -> Iterator[Finding]:
             is_baseline = len(terms) == 2 and sum(each.id in step.trained for each in terms) == 1
             if not is_baseline or estimate not in estimates or not chosen_action(step, one):
                 continue
-            # The gradients of the estimate may be set to zero before its optimizer steps.
+            # With separate optimizers, the gradients of the estimate may be set to zero before its optimizer steps.
             passes = _optimizers(step, node), _optimizers(step, estimates[estimate])
             if all(passes) and passes[0].isdisjoint(passes[1]):
                 continue
@@ -167,7 +167,7 @@ def end_ignored(evidence: Evidence) -> Iterator[Finding]:
         return
     marks, _ = evidence.view(evidence.losses, "", ends[0].name).column("max")
     if len(marks) and not marks.any():
-        return  # no episode has ended, as in tasks without an end
+        return  # no episode has ended in the records, as in tasks without an end
     for node in step.operations:
         sources = step.sources(node)
         if node.name not in ELEMENTWISE or len(sources) < 2 or sources[1].id in step.trained:
@@ -200,7 +200,7 @@ def _is_weighted(step: RecordedStep, value: Node) -> bool:
 
 
 def _has_no_other_state(step: RecordedStep, value: Node, predicted: Node) -> bool:
-    """Return True if a value belongs to the predicted state: then it is added to an advantage, which gives a return."""
+    """Return True if a value is of the predicted state itself: added to an advantage, such a value gives a return."""
     inputs = {node.id for node in step.graph.nodes if node.kind == "input"}
     return inputs & step.ancestors(value) <= step.ancestors(predicted)
 
@@ -215,7 +215,7 @@ def _marks(evidence: Evidence, node: Node) -> bool:
     names = ("min", "max", "mean", "rms")
     (least, most, mean, size), _ = evidence.view(evidence.losses, "", node.name).columns(*names)
     is_column = math.prod(node.outputs[0].shape[1:]) == 1 and len(least) > 0
-    # The numbers 0 and 1 equal their squares.
+    # If all numbers are 0 or 1, they equal their squares, so the mean equals the mean square.
     is_binary = is_column and least.min() == 0 and most.max() == 1 and np.allclose(mean, size**2, atol=1e-6)
     return node.outputs[0].dtype == "bool" or bool(is_binary)
 

@@ -1,4 +1,4 @@
-"""Rules about the value of the loss. Rules about the whole run yield notes, which need a run without other findings."""
+"""Rules about the value of the loss. Rules about the whole run yield notes, which count only without other findings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _only_loss(evidence: Evidence) -> View | None:
 
 
 def _quarters(values: Floats) -> tuple[Floats, Floats]:
-    """Return the mean in each quarter of a run, ``[4]``, and the standard error of each mean, ``[4]``."""
+    """Return the mean of the values in each quarter of a run, ``[4]``, and the standard error of each mean, ``[4]``."""
     parts = np.array_split(values, 4)
     return np.array([each.mean() for each in parts]), np.array([each.std() / sqrt(len(each)) for each in parts])
 
@@ -109,9 +109,9 @@ def loss_of_a_guess(
 
 
 def _guess(evidence: Evidence, name: str, samples: int) -> tuple[Floats, str]:
-    """Return the smallest loss of a constant prediction, and its name; empty if it is unknown.
+    """Return the smallest loss of a constant prediction, and the name of that quantity; empty if it is unknown.
 
-    The loss is known for each record, ``[records]``, or for all records together, ``[1]``.
+    The shape of the loss is ``[records]`` if it is known for each record, or ``[1]`` for all records together.
     """
     step = step_of(evidence)
     nodes = [node for node in step.operations if name in (step.function_names.get(node.id), step.owner(node))]
@@ -119,7 +119,7 @@ def _guess(evidence: Evidence, name: str, samples: int) -> tuple[Floats, str]:
     target = View(evidence, evidence.losses, Site(name, "in.target"))
     if "mse_loss" in kinds and prod(target.shape[1:]) == 1 and len(target.std):
         return target.std**2, "the variance of its targets"
-    # A third tensor would be class weights.
+    # A third input tensor would be class weights, which change the loss of a guess.
     usual = [node for node in nodes if node.name in _OF_CLASSES and len(step.sources(node)) == 2]
     if not usual or any(setting(node, "label_smoothing") not in ("", "0.0") for node in usual):
         return np.zeros(0), ""

@@ -76,12 +76,12 @@ def _root_of_inputs(weight: View) -> float:
 )
 def weights_too_large(evidence: Evidence, *, most: float = 8.0, most_of_last: float = 16.0) -> Iterator[Finding]:
     """Yield the weights of new layers that are far larger than with usual initializations."""
-    # If a loop steps only once in several batches, the first record of a weight may come after many steps. Steps that a
-    # GradScaler skipped do not count.
+    # If a loop steps only once in several batches, the first record of a weight may come after many steps, when the
+    # weight is no longer new. Steps that a GradScaler skipped change no weight, so then every first record counts.
     begun = next(iter(evidence.activations.steps), math.inf)
     begun = math.inf if evidence.parameters.about.get("overflow_steps") else begun
     for each in evidence.weights:
-        is_multiplied = "weight" in each.path or each.path.endswith("kernel")  # other matrices may not be
+        is_multiplied = "weight" in each.path or each.path.endswith("kernel")  # others may not be factors of a product
         gain = _weight_gain(each) if is_multiplied else None
         is_first = bool((each.column("rms")[1][:1] <= begun).all())
         if gain is not None and is_first and gain > (most_of_last if each.is_last else most):
@@ -196,7 +196,8 @@ def input_scale(
         scales = (
             None if recorded or "Embedding" in evidence.type_of(site.name) else _input_rms(View(evidence, table, site))
         )
-        # A layer may learn to enlarge a constant, such as learned queries, so the first estimate counts, too.
+        # A layer may learn to enlarge a constant, such as learned queries. So for an input that is made in the model,
+        # the first estimate must be too large as well.
         scale = 0.0 if scales is None else min(np.median(scales), scales[0] if is_made else np.inf)
         if scale > most:
             verdict = f"the input of {site.name} has rms {scale:.3g}, estimated from its output and weights"
@@ -247,9 +248,9 @@ def _tiny_inputs(evidence: Evidence, least: float, records: int, sparse: float) 
     Their ratio gives the scale of the inputs.
     """
     batch = [View(evidence, evidence.losses, site) for site in evidence.losses.places if is_batch(*site)]
-    # A run with a non-finite first step has no usable record.
+    # Tensors without a usable record, as after a non-finite first step, are left out.
     given = [each for each in batch if "float" in each.dtype and len(each.rms)]
-    # Bags of words have a small rms because most of their values are zero.
+    # Sparse inputs are left out: bags of words have a small rms because most of their values are zero.
     if any(each.rms.max(initial=0) >= least or np.median(each.zero_fraction) > sparse for each in given):
         return
     found = []
@@ -261,7 +262,7 @@ def _tiny_inputs(evidence: Evidence, least: float, records: int, sparse: float) 
         if len(gradient.rms) != len(of_bias) or len(of_bias) < records or not of_bias.all():
             return
         ratio = gradient.rms / of_bias
-        # Sparse rows of zeros and ones have a small rms, too.
+        # Sparse rows of zeros and ones have a small rms, too, so sparse gradients are left out.
         if not 0 < ratio.max() < least or np.median(gradient.zero_fraction) > sparse:
             return
         size = float(np.median(ratio))
@@ -277,8 +278,8 @@ def _tiny_inputs(evidence: Evidence, least: float, records: int, sparse: float) 
 def _tiny_images(evidence: Evidence, least: float, records: int, sparse: float) -> Iterator[Finding]:
     """Yield the tiny batch images that feed a convolution, if no normalization enlarges its output.
 
-    The ratio of weight and bias gradient is no estimate here: both are sums over all positions, which cancel
-    differently.
+    The ratio of weight and bias gradient does not give the scale of the input here: both gradients are sums over all
+    positions, in which terms cancel to different degrees.
     """
     step = step_of(evidence)
     for node in step.operations:

@@ -109,7 +109,7 @@ def set_back(evidence: Evidence, *, persistence: int = 4) -> Iterator[Finding]:
     for name in ("mean", "rms", "min", "max"):
         found = [each for each in found if _is_constant(each.column(name)[0], persistence)]
     found = [each for each in found if len(each.update.rms) >= persistence and (each.update.rms > 0).all()]
-    # Weights with a mean of zero, such as zeros, may be constant on purpose.
+    # Weights with a mean of exactly zero, such as a weight of zeros, may be constant on purpose, so they are left out.
     found = [each for each in found if each.column("mean")[0].all()]
     if found:
         first = found[0]
@@ -146,7 +146,8 @@ def barely_moves(
 ) -> Iterator[Finding]:
     """Yield the weights whose updates are too small to matter."""
     largest = largest_ratio(evidence, persistence)
-    # Fine-tuning makes small steps on purpose, and a warm-up begins with small steps.
+    # The higher limit is only for new weights without a warm-up: fine-tuning makes small steps on purpose, and a
+    # warm-up begins with small steps.
     of_new = new if are_new(evidence, numel, tolerance) and not _warms_up(evidence, warm_up) else 0.0
     if 0 < largest < max(update_ratio, of_new):
         first = evidence.weights[0]

@@ -65,7 +65,7 @@ def target_scale(
         prediction, target = sides_of(evidence, step, node) if node.name in _SQUARED else (None, None)
         if prediction and target and min(len(prediction.rms), len(target.rms)) >= records:
             given, predicted = target.rms[-persistence:], prediction.rms[-persistence:]
-            # A last layer that begins at zero needs time to reach even small targets, such as noise.
+            # The targets must also be large: a last layer that begins at zero needs time to reach even small targets.
             if (given >= np.maximum(large, ratio * predicted)).all():
                 verdict = (
                     f"the targets of {node.name} in {step.place(node)} have rms {given[-1]:.3g} in the latest record, "
@@ -77,7 +77,8 @@ def target_scale(
         layer = step.behind(node) if node.name == "mse_loss" and setting(node, "reduction") in ("", "'mean'") else None
         users = step.users(node) if layer is not None else [node]
         shape = shape_of(node)
-        # The gradient gives the error only without a factor, another loss term or another use of the layer.
+        # The bias gradient shows the mean error only if the loss has no factor and no other term, and if the layer has
+        # no other user.
         if layer is None or layer.name != "linear" or users or not shape or len(list(step.readers(layer))) != 1:
             continue
         name = step.owner(layer)
@@ -88,7 +89,7 @@ def target_scale(
             continue
         errors = gradients[-persistence:] * (layer.outputs[0].shape[-1] if layer.outputs else 1) / 2
         signs = np.sign(gradient.column("mean")[0][-records:]) if gradient.numel == 1 else np.ones(1)
-        # For predictions near 0, the mean error of a few samples is noise, and its sign changes.
+        # For predictions near 0, the mean error of a few samples is noise. Its sign then changes between records.
         if (errors / sizes[-persistence:] > ratio).all() and len(set(signs)) <= 1:
             error, size = float(errors[-1]), float(sizes[-1])
             verdict = (
@@ -222,13 +223,13 @@ def classes_by_error(evidence: Evidence, *, persistence: int = 4, tolerance: flo
             continue
         if source.name not in ("softmax", "sigmoid") or (source.name == "sigmoid" and prod(shape[1:]) != 1):
             continue
-        # With two classes, both entries of a softmax have the same binary loss, which is fine.
+        # With two classes, both entries of a softmax have the same binary loss, so a softmax is fine there.
         if is_binary and (source.name == "sigmoid" or shape[-1] < _SEVERAL):
             continue
         _, target = sides_of(evidence, step, node)
         (least, most, mean, size), steps = target.columns("min", "max", "mean", "rms")
         last = slice(-persistence, None)
-        # The numbers 0 and 1 equal their squares.
+        # If all numbers are 0 or 1, they equal their squares, so the mean equals the mean square.
         are_binary = (least == 0) & (most == 1) & (np.abs(mean - size**2) < tolerance)
         if len(steps) >= persistence and are_binary[last].all():
             compares = (
@@ -273,7 +274,8 @@ def classes_as_numbers(
         number = int(last.max(initial=0)) + 1
         if len(steps) < records or not fewest <= number <= most or step.roots[given.id] != {"input"}:
             continue
-        # Most batches contain all classes, so their minimum and maximum are equal. Those of counts vary.
+        # Most batches contain the first and the last class, so the minimum and maximum of the targets are the same in
+        # most records. The minimum and maximum of counts vary.
         ends = min(np.mean(least == 0), np.mean(last == number - 1))
         source = step.made_by(given)
         is_whole = source.kind == "input" and bool(source.outputs) and "int" in source.outputs[0].dtype
@@ -340,7 +342,7 @@ def constant_target(evidence: Evidence, *, persistence: int = 8, targets: int = 
 
 
 def _compares_pairs(step: RecordedStep, loss: Node) -> bool:
-    """Return True for a contrastive loss: the logits are products of all pairs of outputs, the classes positions."""
+    """Return True for a contrastive loss: the logits are products of all pairs of outputs, the classes are indices."""
     shape, source = shape_of(loss), step.behind(loss) if loss.name == "cross_entropy" else None
     while source is not None and source.name in ("mul", "div"):  # the temperature
         source = step.behind(source)
@@ -383,7 +385,8 @@ def discriminator_wins(
     for name, losses in learned.items():
         own = set.intersection(*(modules for _, _, modules in losses))
         generator = set.union(*(modules for _, _, modules in losses)) - own
-        # The generator's loss has the target 1 for generated samples, so a sure discriminator is wrong there.
+        # The generator's loss has the target 1 for generated samples, on which a sure discriminator has a large error.
+        # So the smallest error with each target is that of the discriminator's own loss.
         wrong = [min((off for least, off, _ in losses if least == target), default=1.0) for target in (0, 1)]
         norms = [each.gradient.rms for each in evidence.weights if each.module in generator]
         norms = [each for each in norms if len(each) >= records and each[0] > 0]
@@ -495,7 +498,8 @@ def no_end_as_target(evidence: Evidence, *, records: int = 4, share: float = 0.9
 def copies_the_input(evidence: Evidence) -> Iterator[Finding]:
     """Yield a finding if the targets of a causal model are its input tokens at the same positions."""
     step = step_of(evidence)
-    # A mask may hide only padding, as in an autoencoder, so the recorded attention to later positions decides.
+    # A mask does not prove a causal model: it may hide only padding, as in an autoencoder. So the recorded attention to
+    # later positions decides.
     layers = [heads[0].attention_future for heads in layers_of(evidence, evidence.heads).values()]
     seen = [future for future in layers if len(future)]
     is_causal = bool(seen) and not any(future.any() for future in seen)
@@ -547,7 +551,7 @@ def _follows_each_token(step: RecordedStep, tokens: Node, logits: Node) -> bool:
     is_lasting=True,
 )
 def unknown_noise(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the regressions whose target is noise that the model does not get, or noise that is all it gets."""
+    """Yield the regressions whose target is noise that the model does not get, or the noisy data that it does get."""
     step = step_of(evidence)
     for node, prediction, given in _regressions(step):
         target, known = step.made_by(given), step.ancestors(prediction)
@@ -599,7 +603,7 @@ _NOISE = ("randn", "randn_like")
 
 
 def _is_noisy(step: RecordedStep, node: Node) -> bool:
-    """Return True for a sum of data and noise, each multiplied by a tensor, as if the share of noise varies."""
+    """Return True for a sum of data and noise, each multiplied by a tensor, as in a sum with a varying noise level."""
     sources = step.sources(node) if node.name in ("add", "__add__", "add_") else []
     products = [step.sources(each) for each in sources if each.name in ("mul", "__mul__", "__rmul__", "mul_")]
     if len(products) != 2 or any(len(each) != 2 for each in products) or "parameter" in step.roots[node.id]:
@@ -757,7 +761,7 @@ def _weight_of(step: RecordedStep, layer: Node) -> int:
     is_lasting=True,
 )
 def seen_targets(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the losses over all tokens in steps that hide random tokens, which alone should count."""
+    """Yield losses over all tokens in steps that hide random tokens. Only the hidden tokens should count."""
     step = step_of(evidence)
     for node in step.operations:
         sources = step.sources(node)
@@ -845,13 +849,15 @@ def generator_helps(evidence: Evidence) -> Iterator[Finding]:
             losses.setdefault((step.owner(layer), kind), []).append((label, _trained_by(step, source), before, node))
     for (name, kind), found in losses.items():
         own = set.intersection(*(trained for _, trained, _, _ in found))
-        # A generator may also maximize the discriminator's loss, with the discriminator's labels.
+        # Of losses with labels, only minimized terms count, since a generator may also maximize the discriminator's
+        # loss, with the discriminator's labels.
         of_generator = [each for each in found if each[1] - own and (kind or step.signs.get(each[3].id) == {1})]
         generator = set.union(set(), *(trained - own for _, trained, _, _ in of_generator))
         others = [(label, bool(before & generator)) for label, trained, before, _ in found if not trained - own]
         labels = {each[0] for each in of_generator}
         made, real = ({label for label, is_made in others if is_made is each} for each in (True, False))
-        # The discriminator's loss has this label for detached generated samples and the other label for real samples.
+        # The fault: the discriminator's loss has the same label for detached generated samples, and another label for
+        # real samples.
         if len(labels) == 1 and made == labels and real - labels:
             node, (label,) = of_generator[0][3], labels
             way = "smaller" if label > 0 else "larger"

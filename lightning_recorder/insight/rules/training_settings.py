@@ -19,7 +19,7 @@ from lightning_recorder.insight.rule import GRAPH, VALIDATION, rule
 from lightning_recorder.insight.rules.small_updates import FEWEST_VALUES, TOLERANCE, are_new, largest_ratio, total_norms
 from lightning_recorder.records.table import Floats
 
-# Optimizers that add weight decay to the gradient before dividing it by its size, such as Adam.
+# Optimizers that add weight decay to the gradient and then divide the sum by the gradient's size, such as Adam.
 _COUPLED = ("Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop")
 _MODAL = ("BatchNorm", "Dropout", "DropPath", "InstanceNorm")  # parts of class names that depend on the mode
 
@@ -105,7 +105,8 @@ def learning_rate_too_large(
         and not (each.rms[-1:] < shrinks * each.rms[:1]).any()  # such a weight is shrunk by weight decay
     }
     rates = [rate for each in evidence.weights for rate in each.learning_rate]
-    # A linear model may take large steps, since no later layer is spoilt. If they are too large, it diverges.
+    # A model with a single linear layer may take large steps, since no later layer depends on its output. Other rules
+    # find such a model if the steps are so large that it diverges.
     is_linear = len(evidence.weights) == 1 and evidence.weights[0].is_last
     if not sizes or is_linear:
         return
@@ -332,7 +333,7 @@ def strong_dropout(evidence: Evidence, *, share: float = 0.8) -> Iterator[Findin
     for node in evidence.graph.nodes:
         if node.kind == "op" and re.fullmatch(r"(\w+_)?dropout(\dd)?", node.name):
             arguments = dict(node.arguments)
-            # Arguments that equal the defaults of torch are not recorded.
+            # Arguments that equal the defaults of torch are not recorded, so the defaults are filled in here.
             dropped = float(arguments.get("p", "0.5"))
             training = arguments.get("training", arguments.get("train", str("alpha" not in node.name)))
             if share <= dropped < 1 and training == "True":
@@ -481,7 +482,8 @@ def nothing_moves(evidence: Evidence, *, persistence: int = 2) -> Iterator[Findi
     table = evidence.parameters
     updates = [each.update for each in evidence.tensors if each.update]
     gradients = [each.gradient.rms for each in evidence.tensors if each.gradient]
-    # Gradients may end at an activation behind all parameters, such as a softmax over one entry.
+    # Only output gradients of modules with parameters count: gradients may become zero at an activation after all
+    # parameters, such as a softmax over one entry.
     owners = {each.module for each in evidence.tensors}
     places = [place for site, place in evidence.gradients.places.items() if site.name in owners]
     arrive = bool((np.nan_to_num(evidence.gradients.get("rms")[:, places]) > 0).any())
@@ -559,12 +561,12 @@ _NEXT_MADE = "Change the tensor first, and make the result a parameter: nn.Param
 def learning_rate_vanishes(
     evidence: Evidence, *, persistence: int = 6, factor: float = 1e-3, share: float = 0.4
 ) -> Iterator[Finding]:
-    """Yield a finding if a scheduler has made the learning rate tiny for a large part of the run."""
+    """Yield a finding if the learning rate falls to a tiny fraction of its peak for a large part of the run."""
     rates, steps = _rates(evidence)
     if not rates.any():
         return
     peak = int(np.argmax(rates))
-    # Three factors of a tenth make a thousandth, except for rounding.
+    # Three decays by a factor of 0.1 give the limit of 0.001 except for rounding.
     tiny = rates[peak:] <= factor * rates[peak] * (1 + _ROUNDING)
     if len(rates) >= persistence and tiny.sum() >= share * len(rates):
         since = int(steps[peak + int(np.argmax(tiny))])
@@ -586,7 +588,7 @@ def _rates(evidence: Evidence) -> tuple[Floats, NDArray[np.int64]]:
     """
     table = evidence.parameters
     known = [table.places[each.site] for each in evidence.weights]
-    # Records without an optimizer step, as with gradient accumulation, have no learning rate.
+    # Records without an optimizer step, as with gradient accumulation, have no learning rate: -1 marks them.
     by_record = np.nan_to_num(table.get("learning_rate")[:, known], nan=-1.0).max(axis=1, initial=-1.0)
     return by_record[by_record >= 0], np.array(table.steps)[by_record >= 0]
 
@@ -642,7 +644,8 @@ def schedule_length(evidence: Evidence, *, factor: float = 3.0, tolerance: float
         if not length or not times or not unit or abs(length - unit) > tolerance * unit or not evidence.weights:
             continue
         is_long = each.get("interval") == "epoch" and length > factor * times
-        # A short linear schedule is a warm-up, and other short schedules end with an error or at zero.
+        # Only CosineAnnealingLR is checked for being too short: a short linear schedule is a warm-up, and other short
+        # schedules end with an error or at zero.
         is_short = each.get("interval") == "step" and name == "CosineAnnealingLR" and times > factor * length
         if is_long or is_short:
             what = (

@@ -64,7 +64,7 @@ def double_activation(evidence: Evidence) -> Iterator[Finding]:
         if source is None or source.name not in activations or dict(node.arguments).get("log_input") == "False":
             continue
         owner = "" if source.parent is None else graph[source.parent].name
-        # An activation module may have several calls, each with a code line.
+        # An activation module may have several calls, each with its own code line, but gets one finding.
         is_module = evidence.type_of(owner).lower() == source.name
         if (key := (owner, "" if is_module else source.source)) in seen:
             continue
@@ -195,7 +195,7 @@ def gradients_accumulate(
     layers: int = 2,
     steps: float = 0.75,
 ) -> Iterator[Finding]:
-    """Yield a finding if bias gradients are larger than the output gradients allow.
+    """Yield a finding if bias gradients are larger than the output gradients allow, as after a missing ``zero_grad``.
 
     The gradient of a bias is the sum of the gradients of the n output rows, so its L2 norm is at most √n times the L2
     norm of the output gradient.
@@ -230,7 +230,7 @@ def _excess(bias: View, output: View, share: float) -> Floats:
     """
     (rms, size), steps = bias.gradient.columns("rms", "count")
     (inner, count), at = output.columns("rms", "count")
-    # The count covers all optimizer steps of a record.
+    # The count covers all optimizer steps of a record, so it can be a multiple of the number of elements.
     size = np.minimum(size, bias.numel)
     _, here, there = np.intersect1d(steps, at, return_indices=True)
     if len(there) < share * len(at):
@@ -253,7 +253,7 @@ def _excess(bias: View, output: View, share: float) -> Floats:
     is_lasting=True,
 )
 def mean_before_weights(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the products of a mean over samples and per-sample weights, which should be applied before the mean."""
+    """Yield products of a mean over samples and per-sample weights. The weights should be applied before the mean."""
     step = step_of(evidence)
     for node in step.operations:
         sources = step.sources(node) if node.name.strip("_") in ("mul", "rmul", "imul") else []
@@ -295,7 +295,7 @@ def loss_imbalance(evidence: Evidence, *, persistence: int = 3, factor: float = 
         return
     large, small = max(pairs, key=lambda pair: norms[pair[0]] / norms[pair[1]])
     outweighs = norms[large] / norms[small]
-    # A solved task also has small gradients, but only at the end of the run.
+    # A solved task also has small gradients, but only at the end of the run, so the first record must differ, too.
     first = table.column(large, "rms")[0][0] / max(table.column(small, "rms")[0][0], 1e-300)
     if min(outweighs, first) > factor:
         verdict = (

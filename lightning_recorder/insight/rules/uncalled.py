@@ -134,7 +134,7 @@ def never_chosen(
 
 
 def _chance(share: float, records: int, members: int) -> float:
-    """Return an upper bound of the probability that one of several members with this share of calls gets none."""
+    """Return an upper bound of the probability that any of several members with this share of calls is never called."""
     return float((1 - share) ** records * members)
 
 
