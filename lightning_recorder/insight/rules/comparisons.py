@@ -200,7 +200,7 @@ def block_trend(
             if not is_steady or is_jump or change <= np.log(total):
                 continue
             # For gradients, the blocks must be a plain chain: in a U-Net, most of the gradient flows through the skip
-        # connections.
+            # connections.
             if table is evidence.activations or evidence.wiring.is_plain(blocks_of([site.name for site in group])):
                 found.append((change, group))
         if found:
