@@ -299,7 +299,7 @@ def _explains(cause: Finding, effect: Finding, explains: Mapping[str, Mapping[st
     # In a product, a factor of zero stops the gradients of the other factors, so their modules count as upstream.
     partners = {name for consumer in wiring.outputs.get(cause.module, ()) for name in wiring.inputs[consumer]}
     is_same = effect.module in (cause.module, *cause.others)
-    if ODD_BLOCK in (cause.rule, effect.rule):  # the rule may name a module in the same block, or the block
+    if ODD_BLOCK in (cause.rule, effect.rule):  # the rule may name the block, or a module inside of it
         is_same |= f"{cause.module}.".startswith(_block(effect)) or f"{effect.module}.".startswith(_block(cause))
     return (
         ("same" in where and is_same)

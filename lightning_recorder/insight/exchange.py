@@ -53,7 +53,7 @@ class ExaminedRun:
 
 
 def next_without_samples(rule: str, following: str, numbers: Mapping[str, Any]) -> str:
-    """Return the advice of a finding, or the advice of its rule if the finding has values of a sample."""
+    """Return the advice of a finding. If the finding identifies a sample, return the general advice of its rule."""
     if not _OF_SAMPLE & numbers.keys():
         return following
     return _RULES[rule].next if rule in _RULES else LEFT_OUT

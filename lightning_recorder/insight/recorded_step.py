@@ -130,7 +130,8 @@ class RecordedStep:
     def batch(self) -> int:
         """The number of samples; 0 unless it is the first size of each input, and each sample has one target.
 
-        For sequences with time as the first dimension, no loss has one target for each entry of this dimension.
+        The second condition excludes sequences with time as the first dimension: no loss has one target for each entry
+        of this dimension.
         """
         shapes = [node.outputs[0].shape for node in self.graph.nodes if node.kind == "input" and node.outputs]
         sizes = {shape[0] for shape in shapes if shape}
@@ -198,8 +199,8 @@ class RecordedStep:
     def signs(self) -> dict[int, set[int]]:
         """The signs of the terms of a loss, 1 or -1, by the id of the operation.
 
-        A term reaches the loss only through sums, means, changes of shape and constant factors. The signs are unknown
-        if the backward pass begins with a given gradient.
+        A term is an operation whose result reaches the loss only through sums, means, changes of shape and constant
+        factors. The signs are unknown if ``backward`` is called with an explicit gradient.
         """
         found: dict[int, set[int]] = {}
         passes = [node for node in self.graph.nodes if node.kind == "backward" and not setting(node, "gradient")]

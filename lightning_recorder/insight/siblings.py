@@ -63,7 +63,7 @@ def sibling_values(evidence: Evidence) -> Iterator[tuple[History, str, str, dict
 
     The first three statistics belong to the forward pass. Differences in them may cause differences in later ones.
     """
-    weights = dict.fromkeys(each.site for each in evidence.weights)  # in order, as the first and last block differ
+    weights = dict.fromkeys(each.site for each in evidence.weights)  # keeps the order of the blocks
     activations, parameters = evidence.activations, evidence.parameters
     yield activations, "rms", "rms of the output", _outputs(evidence.medians(activations, "rms"))
     first = {site: parameters.column(site, "rms")[0] for site in weights}
@@ -125,9 +125,9 @@ def _of_one_class(evidence: Evidence, family: list[Site]) -> list[list[Site]]:
 def all_outliers(
     evidence: Evidence, limits: SiblingLimits = LIMITS
 ) -> Iterator[tuple[int, History, str, str, Site, float, Floats]]:
-    """Yield the number, history, name and words of a statistic, a site that is unlike its siblings, and the values.
+    """Yield each site that is unlike its siblings: statistic, site, the site's value, and the values of its siblings.
 
-    Blocks that may be of another kind by design are left out.
+    The statistic is given by number, history, name, and name in words. Blocks that may differ by design are left out.
     """
     others_kind = tuple(
         f"{each.block}." for each in odd_blocks(evidence.graph) if each.may_be_design and not each.is_doubtful

@@ -270,8 +270,8 @@ def _degrees(logs: Logs, floor: Logs, groups: _Groups, *, is_latest: bool) -> Fl
         each = _in_units(apart, known_median(np.abs(apart)), _AMONG_ALL)
         each[:, ~(np.isfinite(last).sum(axis=0) >= _FEWEST)] = 0.0
         is_zero = last <= floor
-        each[is_zero & (is_zero.sum(axis=0) > _FEWEST)] = 0.0  # such as new biases of norms
-        each[~groups.is_single[group]] = 0.0  # a whole family may differ from all others, such as the biases of keys
+        each[is_zero & (is_zero.sum(axis=0) > _FEWEST)] = 0.0  # such as all new biases of norms
+        each[~groups.is_single[group]] = 0.0  # their family may differ from all others, such as key biases
         found[group] = np.maximum(found[group], _over_steps(each))
         found[group] = np.maximum(found[group], _against_the_past(some))
     return found
@@ -293,7 +293,7 @@ def _in_units(apart: Logs, usual: Logs, least_and_times: tuple[float, float]) ->
 
 
 def _unless_common_zero(values: Logs, middle: Logs, floor: Logs) -> Logs:
-    """Return the distances from the median; 0 where the median is zero itself."""
+    """Return the distances of logarithms from their median; 0 if the median itself stands for a size of zero."""
     return np.where(middle <= floor + _BELOW / 2, 0.0, values - middle)
 
 

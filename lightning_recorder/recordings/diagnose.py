@@ -43,7 +43,7 @@ def diagnose(run: Run, ignored: Collection[str] = ()) -> Diagnosis:
         DumpError: If a file of the run is damaged.
     """
     history = RunHistory()
-    # The watch on every step examines its records while it records and writes its findings, which are read below.
+    # The watch on every step has examined its records during the run, so only its findings are read, below.
     records = (record for label in run if label != WATCH for record in records_of(label, run[label]))
     for record in sorted(records, key=lambda each: each.step):
         history.add(record)

@@ -294,9 +294,9 @@ class _Entries:
 def _kept_edges(
     rows: Integers, counts: Floats, upper: Floats, lower: Floats, is_first: NDArray[np.bool_], most: int
 ) -> NDArray[np.bool_]:
-    """Return True for each bin whose lower edge is kept: the first bin of a row, and bins with a large loss.
+    """Return True for each bin whose lower edge is kept: the first bin of a row, and edges with the largest losses.
 
-    The loss of an edge is the one of :meth:`Histogram.coarsened`.
+    :meth:`Histogram.coarsened` defines the loss of an edge.
     """
     losses = np.empty(len(rows))
     losses[1:] = (counts[:-1] + counts[1:]) * (upper[1:] - lower[:-1])

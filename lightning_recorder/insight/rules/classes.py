@@ -127,7 +127,8 @@ def one_class_predicted(
                 f"{persistence} records; {share:.0%} of the targets are of class {only}"
             )
             found = view.found(verdict, "std", since=int(steps[-persistence]), share=share)
-            # A model that learns slowly may predict one class for a while, but its outputs still depend on the input.
+            # A model that learns slowly may predict one class for a while, but its outputs still depend on the input,
+            # so the finding is a note.
             spreads = View(evidence, evidence.losses, Site(view.module, "in.prediction")).batch_spread[last]
             is_constant = len(spreads) == persistence and bool((spreads <= spread).all())
             yield found if share <= most and is_constant else replace(found, severity="note")

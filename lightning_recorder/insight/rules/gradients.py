@@ -274,7 +274,7 @@ def _recorded_stops(evidence: Evidence, near: Set[str]) -> list[str]:
 
 
 def _alike(frontiers: dict[str, list[str]], fewest: int) -> list[list[tuple[str, list[str]]]]:
-    """Group the modules at which the gradient stops: modules in equal blocks form one group if there are several."""
+    """Group the modules at which the gradient stops: ``fewest`` or more modules in equal blocks form one group."""
     blocks = {frontier: re.sub("[0-9]+", "#", frontier.rpartition(".")[0]) for frontier in frontiers}
     counts = Counter(blocks.values())
     found: dict[str, list[tuple[str, list[str]]]] = {}
@@ -301,8 +301,8 @@ def last_behind(wiring: Wiring, names: Collection[str], reached: Collection[str]
     Args:
         wiring: The edges.
         names: The modules.
-        reached: The modules whose outputs get a gradient. Paths run only through other modules, such as a pooling
-            between two layers.
+        reached: The modules whose outputs get a gradient. Paths downstream pass only through modules that are not
+            reached, such as a pooling between two layers.
     """
     found: dict[str, str] = {}
     # From the last module backward, each module is assigned to all upstream modules without an entry.

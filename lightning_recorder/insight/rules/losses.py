@@ -438,7 +438,7 @@ def one_class(evidence: Evidence) -> Iterator[Finding]:
         if node.name not in ("softmax", "log_softmax") or not shape:
             continue
         dimension = softmax_dimension(node)
-        # Attention to a single position, and a mixture of one component, are intended.
+        # Only a softmax before a loss counts: attention to a single position and a mixture of one component are fine.
         if dimension is None or shape[dimension] != 1 or not any(map(step.is_loss, step.readers(node))):
             continue
         value = "0" if node.name == "log_softmax" else "1"

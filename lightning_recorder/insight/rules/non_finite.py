@@ -106,7 +106,7 @@ def _first(evidence: Evidence, step: int) -> Finding:
         paths = [each.path for each in evidence.inputs_of(site.name) if step in evidence.inputs.steps]
         if paths:
             clean = f"; its inputs ({', '.join(paths)}) are finite"
-        else:  # at this step, the code between the modules may differ from the recorded graph
+        else:  # operations are unknown, since this step may run other code than the recorded graph
             modules = ", ".join(each for each in fed if each != INPUT)
             so = "" if INPUT in fed else ", so it arose in this module or in an operation before it"
             clean = f"; the modules before it ({modules}) are finite{so}" if modules else ""

@@ -74,7 +74,7 @@ def no_activation(evidence: Evidence, *, share: float = 0.99) -> Iterator[Findin
     more = f"; {len(pairs)} pairs of layers are like this" if len(pairs) > 1 else ""
     verdict = f"{step.owner(second)} directly follows {step.owner(first)} (weights {shapes}){more}: together they "
     found = found_in(evidence, step.owner(second), f"{verdict}compute what one linear layer can", pairs=len(pairs))
-    # A single pair in a network with activations only costs time.
+    # In a network with activations, a pair of linear layers only costs time, so the finding is a note.
     is_all = len(pairs) >= share * (len(linear) - 1)
     yield found if is_all else replace(found, severity="note")
 
@@ -354,7 +354,8 @@ def _of_position(step: RecordedStep, node: Node) -> str:
         is_fixed = "input" not in step.roots[fixed.id] and bool(step.roots[fixed.id] & {"buffer", "parameter"})
         if not is_fixed or "input" not in step.roots[varying.id] or not own or not other or len(own) != len(other):
             continue
-        # In a sequence that begins with the time and is as long as the batch, this is an offset of each position.
+        # If the first two dimensions have the same size, the first one may be the time. The sum is then an intended
+        # offset for each position, so such tensors are left out.
         if len(own) >= 3 and own[0] == other[0] == step.batch and own[1] == 1 < other[1] != other[0]:
             return (
                 f"the sum in {step.place(node)} adds {listed(own)} of the model to {listed(other)}: another value "

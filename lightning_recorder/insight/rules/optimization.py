@@ -390,7 +390,7 @@ def _far_above(
 
     @cache
     def known(count: int) -> tuple[list[View], set[View], Floats]:
-        # If only a few layers are slower, they are the outliers.
+        # If only a few layers are slower, these layers are the outliers, so the reference is all layers.
         usual = slow_first[:count] if 2 * count >= len(compared) else list(compared)
         sizes = {each: compared[each] for each in usual if each not in fast}
         return usual, set(sizes), np.sort(np.array([0.0, *sizes.values()]))[-2:]
@@ -536,7 +536,8 @@ def _has_settled(each: View, persistence: int, settled: float) -> bool:
 def _is_decay(each: View, alignment: float, half: float) -> bool:
     """Return True if the updates mostly point towards zero while the weight shrinks to half of its size.
 
-    In long trainings, weights before a normalization shrink slowly through updates in all directions.
+    Other shrinking does not count: in long trainings, weights before a normalization shrink slowly through updates in
+    all directions.
     """
     values, steps = each.column("rms")
     updates = each.update.rms

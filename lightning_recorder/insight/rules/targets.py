@@ -321,7 +321,7 @@ def _are_whole(histogram: Histogram) -> bool:
     ),
 )
 def constant_target(evidence: Evidence, *, persistence: int = 8, targets: int = 64) -> Iterator[Finding]:
-    """Yield the losses whose targets are one constant in all records."""
+    """Yield the losses whose targets all have the same value, in all records."""
     step = step_of(evidence)
     for node in step.operations:
         sources = step.sources(node)
