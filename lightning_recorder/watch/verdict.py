@@ -230,7 +230,8 @@ def finding_of_spike(
       plateau.
 
     Args:
-        spikes: ``"loss"`` or ``"gradient norm"``, the value, and the running median before; one or both.
+        spikes: For each series with a spike: ``"loss"`` or ``"gradient norm"``, the value, and the running median
+            before it.
         reading: The step.
         factor: A spike is at least this many times the median.
         is_clipped: True if the trainer clips gradients after their norm is measured.
@@ -238,7 +239,7 @@ def finding_of_spike(
         highest: The largest gradient norm of the steps before.
         is_usual: True if the loss is not above the losses of the steps before, and no single sample makes the spike.
         rank: Same as in :func:`finding_of_origin`.
-        usual_rows: The number of samples of other steps; 0 if it is not known.
+        usual_rows: The usual number of samples of a step; 0 if it is not known.
         is_early: True if the spike is among the first steps. Such a spike is only reported if a single sample makes it.
     """
     where = _batches(reading.indices, reading.epoch) + rank
@@ -284,7 +285,7 @@ def with_row(
     """Return a finding about a step extended by the sample that caused it, such as ``"row 4,711 of …"``.
 
     ``what`` is ``"loss"`` or ``"gradient norm"``; ``value`` and ``without`` are its values with and without the sample.
-    If other samples are bad as well, both are measured on ``others`` other samples instead of the whole batch.
+    If other samples are bad as well, both values are measured on ``others`` other samples instead of the whole batch.
     ``about`` compares the values of the sample with the rest of the batch.
     """
     numbers = {}
@@ -324,7 +325,7 @@ def with_batch(finding: Finding, rows: list[int]) -> Finding:
 
 
 def with_spike(finding: Finding, spike: Finding) -> Finding:
-    """Return the finding about earlier spikes merged with a later one: the number of spikes, the first, the largest.
+    """Return the finding about earlier spikes merged with a later spike: their number, the first, the largest.
 
     If ``spike.records`` is 0, ``spike`` is a larger value within the last spike. If ``spike`` is not a note, the result
     is a warning.
