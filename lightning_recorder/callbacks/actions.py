@@ -35,7 +35,8 @@ _BY_STRENGTH = ("", _SEEN, "lower_lr", _LOWER_AND_SKIP, "skip", "rollback")
 _MOST_REPEATS = 2  # the same batches are repeated at most twice in a row: two bad batches may follow each other
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 _BASE_RATES = ("base_lrs", "max_lrs")
-# The settings of a parameter group that a scheduler changes. If no batches are repeated, the scheduler goes on.
+# The settings of a parameter group that a scheduler changes. If no batches are repeated, these settings are not
+# restored, because the scheduler goes on.
 _SCHEDULED = (*_RATES, "momentum", "betas", "base_momentum", "max_momentum")
 
 
@@ -180,7 +181,7 @@ class StepActions:
             try:
                 if finding is not None and reading is not None and self._count < self._limit:
                     wanted = self.ask(finding, reading.step)
-                    # A value that is not finite would spoil the parameters at any learning rate.
+                    # A value that is not finite would spoil the parameters at any learning rate, so also skip the step.
                     wanted = _LOWER_AND_SKIP if wanted == "lower_lr" and reading.is_bad else wanted
                 if finding is not None:
                     wanted = wanted or _SEEN

@@ -62,8 +62,8 @@ class ParameterRecorder(StatisticsCallback):
     Each record also has ``learning_rate`` and ``weight_decay`` among the statistics of a parameter. The record file has
     ``groups`` with all numeric settings of each parameter group, such as ``betas``, and ``gradient_clip_val``.
 
-    Afterwards, :attr:`latest` has the statistics of the latest record by site, and :attr:`latest_step` its step.
-    :meth:`disable` and :meth:`enable` switch the recorder during a run.
+    During and after a run, :attr:`latest` has the statistics of the latest record by site, and :attr:`latest_step` has
+    the step of this record. :meth:`disable` and :meth:`enable` switch the recorder during a run.
 
     Args:
         names: Module names or globs, such as ``"encoder.**"``; see :class:`~lightning_recorder.Selection`. Only a

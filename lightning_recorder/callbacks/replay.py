@@ -272,7 +272,7 @@ class _Gradients:
         self.symptoms: list[Tensor | None] = []
 
     def end_step(self) -> None:
-        """End a step of an optimizer. In training, the values before it were finite, and the optimizer stepped."""
+        """End an optimizer step, and drop the values before it. They were finite, because training took this step."""
         self.begin = len(self.losses)
         self.symptoms.clear()
 
@@ -354,8 +354,8 @@ def run_manual(
 ) -> None:
     """Run a step with manual optimization, without steps of optimizers and schedulers.
 
-    ``gradients`` receives each loss and each step of an optimizer. The run ends at the optimizer step after the first
-    ``steps`` ones. With None, the whole training step runs.
+    ``gradients`` receives each loss and each step of an optimizer. The run ends at the optimizer step that follows the
+    first ``steps`` optimizer steps. With None, the whole training step runs.
 
     Raises:
         ReplayError: If the step may communicate with other processes.

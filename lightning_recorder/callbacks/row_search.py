@@ -53,7 +53,7 @@ def find_row(
 
     If the shares of the other samples depend on the removed sample, or are not known, another sample may be the cause.
     The removed sample is then only returned if its values are far larger than the values of all other samples, or if it
-    makes each half of the other samples bad: no other sample is in both halves.
+    makes each half of the other samples bad, since no other sample is in both halves.
 
     If the step draws random numbers, the last replay replaces the removed sample by another one, so that each remaining
     sample gets the same random numbers.
