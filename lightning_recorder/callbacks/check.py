@@ -230,7 +230,7 @@ def _free_bytes(device: torch.device) -> float:
         return float(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
     try:
         return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    except (AttributeError, OSError, ValueError):  # not on this operating system
+    except (AttributeError, OSError, ValueError):  # not available on this operating system
         return float("inf")
 
 

@@ -249,7 +249,7 @@ class TensorDumper(RecorderCallback):
                 self._dumps.wait()
             finally:
                 self._replay()
-                if trainer is None or not trainer.interrupted:  # otherwise a checkpoint for the exception follows
+                if trainer is None or not trainer.interrupted:  # after an exception, keep it: a checkpoint follows
                     self._dumps = None
 
     # Batches.

@@ -156,7 +156,7 @@ class ParameterRecorder(StatisticsCallback):
                 run.recorder.before_step(optimizer, 1 / self.loss_scale.value if scaled else 1.0)
 
     def keep_values(self) -> None:
-        """Keep the parameter values before a step that calls no hook. The loop reports such a step only afterwards."""
+        """Keep the parameter values before an optimizer step without hooks, which the loop reports only afterwards."""
         run = self._run
         if run is not None and run.phase is RunPhase.RECORDING and isinstance(run.recorder, OptimizerRecorder):
             with run.contained():

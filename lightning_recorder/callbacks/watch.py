@@ -60,9 +60,9 @@ class StepWatch(RecorderCallback):
     A watch is added to each trainer that has a recorder of statistics, unless the trainer already has a watch. Your own
     watch replaces the watch of :func:`~lightning_recorder.default_recorders`. The loss and the gradient norm of every
     step are written to the records (``watch``). At the steps that Lightning logs, they are also written to the loggers,
-    as ``watch/loss`` and ``watch/grad_norm``. The stage ``logged`` of the records has the values that the user logs
-    with ``self.log``, and the learning rates, for the first 16 steps, the steps that Lightning logs, epochs and
-    validations.
+    as ``watch/loss`` and ``watch/grad_norm``. The stage ``logged`` of the records has the learning rates and the values
+    that the user logs with ``self.log``. They are read at the first 16 steps, at the steps that Lightning logs, and at
+    the end of epochs and validations.
 
     At the first step whose loss or gradients are not finite, the step is run again with its batch, its random numbers
     and its buffers. The finding names the module, the number of the call, the direction (forward or backward), the

@@ -250,7 +250,7 @@ class WatchedRun:
                             spike = self._spike(spikes, reading, is_early=is_early)
                             self._step.bad = self._with_row(spike, row, reading)
             elif self._copies is not None and self._copies.is_due(step := self._step.batches[-1].step):
-                # The device is busy with this step while the host waits for the values of the step before.
+                # The device is busy with this step while the host waits for the values of the previous step.
                 if found := self._queue.take(wait=self._copies.waits):
                     self._arrive(found)
                 self._copies.take(step, self._queue.oldest)
@@ -331,7 +331,8 @@ class WatchedRun:
     def _reading(self, batches: list[KeptBatch]) -> Reading:
         """Return the mean loss of the batches, before any scaling by the trainer, and the gradient norm of the step."""
         divides = self._is_automatic or getattr(self._trainer, "logs_loss", False)
-        # An optimizer that calls its closure several times computes the loss several times.
+        # An optimizer that calls its closure several times computes the loss several times. Only one of these losses
+        # counts, except in manual optimization.
         if len(batches) == 1 and len(batches[0].losses) == 1:
             losses = batches[0].losses
         else:

@@ -77,7 +77,7 @@ _SHARE = 0.001
 _MOST_EPOCHS = 8  # the facts have at most this many first epochs, and this many last epochs
 _MOST_VALIDATION = 8192  # the maximum number of samples of each validation loader
 _MOST_LOADERS = 8  # the maximum number of validation loaders
-_FIRST_LOOK, _GROWTH = 16, 4  # the facts are first published after 16 batches, then after 4 times as many
+_FIRST_LOOK, _GROWTH = 16, 4  # the facts are published after 16, 64, 256, … batches
 _FIRST_COMPARED, _GROWTH_OF_RANKS = 8, 8
 _COMPARED_STEPS = 16
 _CHECKED = 64  # the number of batches that are checked for changes after their step
@@ -531,7 +531,7 @@ class WatchedSamples:
         return int(self._trainer.distributed_sampler_kwargs["rank"]) if self._trainer.distributed_sampler_kwargs else 0
 
     def _compare_epoch(self, epoch: EpochSamples | None) -> None:
-        """Compare the samples of an epoch across ranks, less and less often. Must be called on every rank."""
+        """Compare the samples of an epoch across ranks, after epochs 0, 1, 2, 4, 8, …. Must be called on every rank."""
         number, self._ended_epochs = self._ended_epochs, self._ended_epochs + 1
         if self._exchange is None or number & (number - 1):
             return

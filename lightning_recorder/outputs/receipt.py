@@ -344,7 +344,7 @@ class CoverageHistory:
     """Keeps a receipt up to date over the records of a run, and reports each change once.
 
     A change means that a module has stopped or started late, as defined by :class:`PresenceHistory`. If the gradients
-    of parameters are recorded, a change means that the gradient of a parameter has stopped or started late.
+    of parameters are recorded, a change means instead that the gradient of a parameter has stopped or started late.
     """
 
     def __init__(self) -> None:

@@ -86,7 +86,7 @@ class ParameterCopies:
     values of all steps before the newer copy have arrived. Copies are only kept if both together take less than a tenth
     of the free memory of the device. The time of the first copies is measured. If a copy takes more than 1 % of the
     time of a step, the parameters are copied every few steps, so that the average stays below 1 %. A step between two
-    copies is run again with the older one of the two.
+    copies is run again with the older of the two copies.
 
     With ``True``, one copy is kept and taken before each step. The caller then waits for the values of the previous
     step.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 __all__ = ["JUMP", "LEAST", "RECENT", "Rise", "SpikeDetector"]
 
 LEAST = 20
-"""The number of values before the first spike."""
+"""The number of first values of a series that are never spikes."""
 
 RECENT = 10
 """The number of latest values that a spike must exceed by the factor :data:`JUMP`."""
@@ -24,7 +24,7 @@ _DEVIATIONS = 5.0
 _NORMAL = 0.6745  # the median absolute deviation of a normal distribution of unit variance
 _SMALLEST = 1e-12
 _SHARE = 1e-3  # values below this share of the first values count as zero and are no spikes
-_STAYS = 50  # in the second half of this number of steps after a spike, the series must have fallen again
+_STAYS = 50  # a spike stays if the series is still high in the second half of this many steps after it
 _RISEN = 5.0
 _USUAL = 2.0
 _FALLEN = 1e4

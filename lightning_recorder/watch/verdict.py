@@ -429,7 +429,7 @@ def _finding(
 
 
 def _batches(indices: Sequence[int], epoch: int) -> str:
-    """Return the text for the batches of a step. With gradient accumulation, a step has several."""
+    """Return the text for the batches of a step. With gradient accumulation, a step has several batches."""
     first, last = (min(indices), max(indices)) if indices else (0, 0)
     several = f"batches {first} {'and' if last == first + 1 else 'to'} {last}"
     return f"{several if last > first else f'batch {first}'} of epoch {epoch}"
