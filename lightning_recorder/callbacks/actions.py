@@ -175,7 +175,7 @@ class StepActions:
         ``has_cause`` is True if the finding names the origin of the bad value or the sample that caused it. It is False
         for a gradient that may come from another rank.
         """
-        if not self._has_decided:  # an optimizer may compute the gradients of a step several times
+        if not self._has_decided:  # decide once: an optimizer may compute the gradients of a step several times
             self._has_decided = True
             wanted = ""
             try:
@@ -445,7 +445,7 @@ def _refill(table: Any, values: dict[Any, Any]) -> None:
 def _put_back(now: Any, value: Any) -> Any:
     """Return an earlier value. A tensor of the same shape and dtype, or a dictionary, is restored in place."""
     if isinstance(value, Tensor) and isinstance(now, Tensor) and now.shape == value.shape and now.dtype == value.dtype:
-        # Code that a program has compiled or captured may refer to the tensor.
+        # Write to the same tensor, because code that a program has compiled or captured may refer to it.
         return now.copy_(value)
     if isinstance(value, dict) and isinstance(now, dict):
         _refill(now, value)

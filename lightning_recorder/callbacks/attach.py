@@ -281,7 +281,8 @@ def _config(parser: Any, entry: Any) -> Any:
     outputs = given.get("outputs") or {}
     kind = pkgutil.resolve_name(config.recorder.class_path)
     if issubclass(kind, StatisticsCallback) and "dumps" not in outputs:
-        # By default, dumps are beside the checkpoints, where the program may expect its own files only.
+        # By default, dumps are written beside the checkpoints, where the program may expect only its own files. So
+        # write none.
         config["recorder.init_args.outputs.dumps"] = False
     return config
 

@@ -241,7 +241,7 @@ def _bench(trainer: Trainer, pl_module: LightningModule, batch: Any, validation_
     train = partial(_train, trainer, pl_module)
     evaluate: Callable[[Any], Any] | None = None
     if getattr(trainer, "step_function", None) is not None:
-        evaluate = train  # in evaluation mode
+        evaluate = train  # called in evaluation mode
     elif _has_validation(pl_module):
         evaluate = partial(_evaluate, trainer, pl_module)
     functions = StepFunctions(

@@ -148,7 +148,7 @@ class ParameterRecorder(StatisticsCallback):
         if run is None or run.phase is RunPhase.IDLE:
             return
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
-        # The call above may fail and release the run.
+        # The call above may fail and release the run, so check that the run is still the same.
         if self._run is run and isinstance(run.recorder, OptimizerRecorder):
             # Lightning does not unscale the gradients for optimizers that unscale them themselves.
             scaled = getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -171,7 +171,8 @@ class ParameterRecorder(StatisticsCallback):
         recorder.trained = [each for group in groups for each in group["params"]]
         recorder.batch_factor = gradient_factor(trainer, self.loss_scale.value)
         recorder.batches = trainer.accumulate_grad_batches * averaged_ranks(trainer)
-        # Lightning does not see the steps of an optimizer that was unwrapped from LightningOptimizer.
+        # Lightning does not see the steps of an optimizer that was unwrapped from LightningOptimizer, so the recorder
+        # observes the optimizers.
         if not is_automatic(pl_module):
             recorder.optimizers = tuple(trainer.optimizers)
         if isinstance(trainer.gradient_clip_val, (int, float)):
@@ -207,7 +208,7 @@ def _plan(trainer: Trainer) -> dict[str, Any]:
         counts["epoch"] = math.ceil(steps / math.ceil(per_epoch))
     schedules = []
     for each in getattr(trainer, "lr_scheduler_configs", ()):
-        # Reading a property of a user's class could run any code.
+        # Reading a property of a user's class could run any code, so read only stored attributes.
         lengths = [stored_attribute(each.scheduler, name) for name in _LENGTHS]
         length = next((number for number in lengths if type(number) is int), None)
         if length is not None and each.interval in counts and len(counts) == 2:

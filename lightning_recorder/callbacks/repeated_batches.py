@@ -81,7 +81,7 @@ class RepeatedBatches:
         self._batches: list[_Batch] = []
         self._first = 0  # the number in the epoch of the first kept batch
         self._waiting: deque[_Batch] = deque()  # the batches to repeat
-        self._left_out: list[int] | None = None  # the counts to add after the last repeated batch; None without one
+        self._left_out: list[int] | None = None  # the counts to add after the last repeated batch; None if none repeats
         self._after: RandomStates | None = None
         self._was_done = False
         self.is_repeated = False
@@ -148,7 +148,8 @@ class RepeatedBatches:
         return item
 
     def _keep(self, item: Any) -> _Batch:
-        # Read before the copy, because the user's code may draw random numbers while the batch is copied.
+        # Read the random states before the copy, because the user's code may draw random numbers while the batch is
+        # copied.
         random, counts = RandomStates(self._devices), self._counts()
         batch, *numbers = item
         batch = self._copy(batch)

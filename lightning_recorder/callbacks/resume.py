@@ -146,7 +146,8 @@ class ResumingCallback(EvaluationCallback):
     def _give_up(self) -> bool:
         is_news = not any(worker.failed for worker in self._workers)
         if any(worker.exchange is not None and worker.exchange.is_open for worker in self._workers):
-            # The other ranks still wait for responses from this rank, even though it records nothing more.
+            # Keep the channel open: the other ranks still wait for responses from this rank, although it records
+            # nothing more.
             for worker in self._workers:
                 worker.fail()
         else:

@@ -144,8 +144,8 @@ def search(
         (2, [0, 1])
     """
     first, last = list(range(samples // 2)), list(range(samples // 2, samples))
-    # Usual samples, and suspects that make them bad. Each further part contains the usual samples, so that the
-    # statistics of normalizations stay similar.
+    # Usual samples, and suspects that make them bad. Each further call tests suspects together with the usual samples,
+    # so that the batch statistics of normalizations change little.
     usual, suspects = last, first
     if is_bad(last):
         usual, suspects = first, last

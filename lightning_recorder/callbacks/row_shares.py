@@ -117,7 +117,7 @@ class RowShares(TorchFunctionMode):
             self._bad = bad
 
     def _note_gradient(self, args: Iterable[Any], result: Tensor) -> None:
-        # A recurrent layer gets its weights in a list.
+        # A recurrent layer gets its weights in a list, so lists of tensors are searched as well.
         several = (each if isinstance(each, (list, tuple)) else (each,) for each in args)
         given = [each for group in several for each in group if isinstance(each, Tensor)]
         if self._by_sample(result) is None or not any(id(each) in self._parameters for each in given):

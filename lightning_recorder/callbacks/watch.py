@@ -546,7 +546,7 @@ class StepWatch(RecorderCallback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        if self._actions is not None:  # a fit that resumes within an epoch does not start one
+        if self._actions is not None:  # the hook for the start of an epoch does not run if a fit resumes within it
             self._actions.begin_epoch()
 
     @guarded

@@ -429,7 +429,8 @@ class WatchedRun:
             self._latest_row = reading.step, row
         if is_early and not self._is_certain(spikes[0], row):
             return
-        # A user who acts on spikes wants a finding for each spike.
+        # A user can act on a spike only if values are read at once. The spike is then never reduced to a note about a
+        # steep region.
         may_pass = row is None and not self._reads_now
         found = self._spike(spikes, reading, may_pass=may_pass, is_early=is_early)
         self._report(self._with_row(replace(found, records=records), row, reading), reading)

@@ -276,7 +276,7 @@ class WatchedSamples:
         below = rows_of_base(loader.dataset, [rows[place]])
         name = f"row {rows[place]:,} of the training set"
         name += f" (row {below[0]:,} of the data set below its Subset)" if below else ""
-        # The user's code may reorder the samples of a batch.
+        # The user's code may reorder the samples of a batch. The row is then only probable.
         is_usual = loader.collate_fn is default_collate and not any(
             hasattr(type(pl_module), each) and is_overridden(each, pl_module) for each in _TRANSFERS
         )

@@ -339,7 +339,7 @@ class RankSamples:
 
 def compare_ranks(ranks: Sequence[RankSamples]) -> RankFacts | None:
     """Compare the samples of ranks in the same steps. Return None if there is nothing to compare."""
-    parts = {each.rank: each for each in ranks}  # ranks of one tensor-parallel group have the same samples
+    parts = {each.rank: each for each in ranks}  # one rank per tensor-parallel group, whose ranks have the same samples
     steps = sorted(set.intersection(*(set(each.steps) for each in parts.values()))) if parts else []
     if len(parts) < 2 or not steps:
         return None
@@ -426,7 +426,7 @@ def _sent(sketch: Sketch) -> tuple[int, frozenset[int]]:
 
 def compare_epochs(ranks: Sequence[RankEpoch]) -> EpochOfRanks | None:
     """Compare the samples of ranks in an epoch. Return None if there is nothing to compare."""
-    parts = {each.rank: each for each in ranks}  # ranks of one tensor-parallel group have the same samples
+    parts = {each.rank: each for each in ranks}  # one rank per tensor-parallel group, whose ranks have the same samples
     if len(parts) < 2 or len({each.epoch for each in parts.values()}) > 1:
         return None
     compared, shared = _common([(each.limit, each.keys) for each in parts.values()])

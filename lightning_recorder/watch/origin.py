@@ -378,7 +378,7 @@ class OriginTrace(TorchDispatchMode):
             place = replace(self._behind(node), node=_operation_of(node)) if node is not None else _Place()
         else:
             inner = self._stack[-1] if self._stack else _Place()
-            # Autograd creates the node of an operation before it runs the operation.
+            # Autograd creates the node of an operation before it runs the operation, so the last number is the node's.
             place = _Place(inner.module, inner.call, line_of_user(), number=sequence_number() - 1)
         if torch.is_grad_enabled():
             self._nodes.setdefault(sequence_number() - 1, place)

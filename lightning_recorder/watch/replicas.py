@@ -248,7 +248,7 @@ class _Column(NamedTuple):
 def compare_replicas(names: Sequence[str], kinds: Sequence[str], ranks: Sequence[ReplicaValues]) -> Differences:
     """Compare the checksums of ranks."""
     about, columns = _checksums(names), dict[int, _Column]()
-    # A rank with states that the first rank lacks has stepped: an optimizer may keep each state on one rank only.
+    # A rank with states that the first rank lacks is not idle: an optimizer may keep each state on one rank only.
     gradients = _checksums([f"{name}.grad" for name, kind in zip(names, kinds, strict=True) if kind == "parameter"])
     without_own = {each.rank for each in ranks if np.isin(each.names, [*about, *gradients]).all()}
     ranks = [_aligned(each, about) for each in ranks]
