@@ -35,7 +35,8 @@ _BY_STRENGTH = ("", _SEEN, "lower_lr", _LOWER_AND_SKIP, "skip", "rollback")
 _MOST_REPEATS = 2  # the same batches are repeated at most twice in a row: two bad batches may follow each other
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 _BASE_RATES = ("base_lrs", "max_lrs")
-# The settings of a parameter group that a scheduler changes. If no batches are repeated, the scheduler goes on.
+# The settings of a parameter group that a scheduler changes. If no batches are repeated, these settings are not
+# restored, because the scheduler goes on.
 _SCHEDULED = (*_RATES, "momentum", "betas", "base_momentum", "max_momentum")
 
 
@@ -174,13 +175,13 @@ class StepActions:
         ``has_cause`` is True if the finding names the origin of the bad value or the sample that caused it. It is False
         for a gradient that may come from another rank.
         """
-        if not self._has_decided:  # an optimizer may compute the gradients of a step several times
+        if not self._has_decided:  # decide once: an optimizer may compute the gradients of a step several times
             self._has_decided = True
             wanted = ""
             try:
                 if finding is not None and reading is not None and self._count < self._limit:
                     wanted = self.ask(finding, reading.step)
-                    # A value that is not finite would spoil the parameters at any learning rate.
+                    # A value that is not finite would spoil the parameters at any learning rate, so also skip the step.
                     wanted = _LOWER_AND_SKIP if wanted == "lower_lr" and reading.is_bad else wanted
                 if finding is not None:
                     wanted = wanted or _SEEN
@@ -444,7 +445,7 @@ def _refill(table: Any, values: dict[Any, Any]) -> None:
 def _put_back(now: Any, value: Any) -> Any:
     """Return an earlier value. A tensor of the same shape and dtype, or a dictionary, is restored in place."""
     if isinstance(value, Tensor) and isinstance(now, Tensor) and now.shape == value.shape and now.dtype == value.dtype:
-        # Code that a program has compiled or captured may refer to the tensor.
+        # Write to the same tensor, because code that a program has compiled or captured may refer to it.
         return now.copy_(value)
     if isinstance(value, dict) and isinstance(now, dict):
         _refill(now, value)

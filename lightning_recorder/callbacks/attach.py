@@ -33,7 +33,7 @@ from lightning_recorder.switch import CHECK_ONLY, VARIABLE, is_check, is_default
 __all__ = ["AttachRecorders", "is_set_everywhere", "new_checks", "new_recorders", "say"]
 
 _SUFFIXES = (".yaml", ".yml")
-_TIMEOUT_S = 30.0  # Lightning has just synchronized the processes
+_TIMEOUT_S = 30.0  # no process is far behind, because Lightning has just synchronized them
 
 # A program may make thousands of trainers, so each message is given once.
 _said: set[str] = set()
@@ -45,8 +45,9 @@ class AttachRecorders(Callback):
     The recorders are not added at the construction of the trainer: the recorders of the program and of the model are
     known only when the run starts.
 
-    Lightning appends this callback to the list that the program gave the trainer. It removes itself from that list when
-    a run starts, so that a program which uses its list again, or saves it, does not find a callback of this package.
+    Lightning appends this callback to the list that the program gave the trainer. This callback removes itself from
+    that list when a run starts, so that a program which uses its list again, or saves it, does not find a callback of
+    this package.
     """
 
     def __init__(self) -> None:
@@ -117,7 +118,8 @@ _agreements = _Agreements()
 def is_set_everywhere(world_size: int) -> bool:
     """Return True if all processes have the variable with the same value and the same configuration file.
 
-    The recorders use collectives. If only some processes had recorders, these would wait for the others forever.
+    The recorders use collectives. If only some processes had recorders, these processes would wait for the others
+    forever.
     """
     if world_size == 1 or not Exchange.is_needed():
         return True
@@ -136,7 +138,7 @@ def is_set_everywhere(world_size: int) -> bool:
 
 
 def new_checks(callbacks: list[Any]) -> list[Check]:
-    """Return a new check, unless the program has one. That check then ends the program, if the variable asks for it."""
+    """Return a new check, unless the program has one. The check ends the program if the variable asks for this."""
     only = setting().lower() == CHECK_ONLY
     own = [each for each in callbacks if isinstance(each, Check)]
     for each in own:
@@ -279,7 +281,8 @@ def _config(parser: Any, entry: Any) -> Any:
     outputs = given.get("outputs") or {}
     kind = pkgutil.resolve_name(config.recorder.class_path)
     if issubclass(kind, StatisticsCallback) and "dumps" not in outputs:
-        # By default, dumps are beside the checkpoints, where the program may expect its own files only.
+        # By default, dumps are written beside the checkpoints, where the program may expect only its own files. So
+        # write none.
         config["recorder.init_args.outputs.dumps"] = False
     return config
 

@@ -47,12 +47,12 @@ from lightning_recorder.temporary import write_bytes
 
 __all__ = ["Check"]
 
-_COPIES = 4  # copies of the parameters in memory: for a pass, a training, an optimizer with two states
+_COPIES = 4  # copies of the parameters in memory: one for a pass, one for a training, two for an optimizer's states
 _MOST_BYTES = 2**28  # the maximum size of a validation batch that is kept
 
 
 class Check(GuardedCallback):
-    """Answers the questions that an expert asks before a long training, then lets it start unchanged.
+    """Answers the questions that an expert asks before a long training, then lets the training start unchanged.
 
     When the first batch of a fit arrives, the real training step is repeated a few times on this batch, with the real
     model, loss, optimizer and precision. Each question is answered with *ok*, *look*, *wrong*, or with the reason why
@@ -72,11 +72,11 @@ class Check(GuardedCallback):
 
     Note:
         The training is bitwise the same as without the check: parameters, buffers, attributes of modules, gradients,
-        random numbers, optimizers and the position of the loader are restored or never touched. The batch is the one
-        that Lightning has already loaded, and is copied for each pass. Nothing is logged by the repeated steps. Side
-        effects outside of the model and of torch, such as writing a file, happen again in each repetition. A validation
-        batch is available only if Lightning has run its sanity check. In a run with several processes, only the first
-        batches and the parameters of the processes are compared. A resumed run is not checked.
+        random numbers, optimizers and the position of the loader are restored or never touched. The check uses the
+        batch that Lightning has already loaded, and copies it for each pass. Nothing is logged by the repeated steps.
+        Side effects outside of the model and of torch, such as writing a file, happen again in each repetition. A
+        validation batch is available only if Lightning has run its sanity check. In a run with several processes, only
+        the first batches and the parameters of the processes are compared. A resumed run is not checked.
 
     Example::
 
@@ -230,7 +230,7 @@ def _free_bytes(device: torch.device) -> float:
         return float(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
     try:
         return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    except (AttributeError, OSError, ValueError):  # not on this operating system
+    except (AttributeError, OSError, ValueError):  # not available on this operating system
         return float("inf")
 
 
@@ -241,7 +241,7 @@ def _bench(trainer: Trainer, pl_module: LightningModule, batch: Any, validation_
     train = partial(_train, trainer, pl_module)
     evaluate: Callable[[Any], Any] | None = None
     if getattr(trainer, "step_function", None) is not None:
-        evaluate = train  # in evaluation mode
+        evaluate = train  # called in evaluation mode
     elif _has_validation(pl_module):
         evaluate = partial(_evaluate, trainer, pl_module)
     functions = StepFunctions(

@@ -52,7 +52,7 @@ class CheckpointWatch:
 
     def end(self, trainer: Trainer) -> None:
         """Stop watching a run. After a failure, the checkpoint that is saved for the exception is still reported."""
-        # Another rank may remove a checkpoint after the last look of this rank.
+        # Look once more, because another rank may remove a checkpoint after the last look of this rank.
         self.is_pending |= self._is_active and bool(self._found)
         self.look(trainer)
         self._is_active = False
@@ -64,7 +64,7 @@ class CheckpointWatch:
         self.is_pending = self._is_active
 
     def look(self, trainer: Trainer) -> None:
-        """Report checkpoints saved and removed since the last call, if a save was announced. Equal on all ranks."""
+        """Report checkpoints saved and removed since the last call, on every rank, if a save was announced."""
         if not self.is_pending:
             return
         self.is_pending = False

@@ -57,13 +57,13 @@ def default_recorders(
         exclude: Names or globs of modules to leave out.
         every_n_train_steps: Record the first optimizer step and then every n-th one. Defaults to
             ``Trainer(log_every_n_steps=…)``. The graph is recorded once.
-        schedule: Further conditions on the steps, and a limit on the overhead of each recorder. Its ``stages`` are
-            those of the activations.
+        schedule: Further conditions on the steps, and a limit on the overhead of each recorder. Its ``stages`` apply
+            only to the activations.
         outputs: Record files, plots, dumps, uploads, and their limits.
         compiled: ``"inside"`` records activations and gradients inside compiled modules, and runs them eagerly only for
-            the graph; ``"eager"`` runs compiled modules and functions eagerly on recorded steps; ``"auto"`` is
-            ``"inside"`` where that is tested, and otherwise ``"eager"``; ``"skip"`` leaves compiled code compiled and
-            does not record it.
+            the graph; ``"eager"`` runs compiled modules and functions eagerly on recorded steps; ``"auto"`` chooses
+            ``"inside"`` where this mode is tested, and otherwise ``"eager"``; ``"skip"`` leaves compiled code compiled
+            and does not record it.
         attention: Record each head of attention. Costs nothing in a model without attention.
         experts: Record each expert of a router. Costs nothing in a model without routers.
         noise_scale: Also record the gradient of each accumulated batch, and derive the gradient noise scale of the

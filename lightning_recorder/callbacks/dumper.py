@@ -56,12 +56,12 @@ class TensorDumper(RecorderCallback):
         tensors: The tensors to dump: any of ``"inputs"``, ``"outputs"``, ``"input_gradients"`` and
             ``"output_gradients"``. Gradients are those of the loss that ``training_step`` returned.
         at: The times at which dumps are written. ``"checkpoints"`` writes the latest sampled step beside each
-            checkpoint. ``"steps"`` writes each sampled step, and ``"epochs"`` the latest one of each epoch, to
-            ``<log_dir>/recorder/dumps``. The default is ``"steps"`` if ``every_n_train_steps``, or ``first_n_steps``,
-            ``step_window`` or ``when`` of the schedule, is given, ``"epochs"`` if only ``every_n_epochs`` is given, and
-            ``"checkpoints"`` otherwise. With ``Outputs(dump_when=…)``, the default is none of the three. An explicit
-            value takes precedence: ``at="checkpoints", every_n_train_steps=10`` samples every tenth step and writes the
-            latest sample beside each checkpoint.
+            checkpoint. ``"steps"`` writes each sampled step, and ``"epochs"`` writes the latest sampled step of each
+            epoch, to ``<log_dir>/recorder/dumps``. The default is ``"steps"`` if ``every_n_train_steps``, or
+            ``first_n_steps``, ``step_window`` or ``when`` of the schedule, is given, ``"epochs"`` if only
+            ``every_n_epochs`` is given, and ``"checkpoints"`` otherwise. With ``Outputs(dump_when=…)``, the default is
+            none of the three. An explicit value takes precedence: ``at="checkpoints", every_n_train_steps=10`` samples
+            every tenth step and writes the latest sample beside each checkpoint.
         every_n_train_steps: Sample the first optimizer step and then every n-th one. Defaults to
             ``Trainer(log_every_n_steps=…)``, or to every step if ``schedule`` has a window or a predicate.
         schedule: Further conditions on the sampled steps, such as ``Schedule(when=lambda step: step in (3, 70))``.
@@ -249,7 +249,7 @@ class TensorDumper(RecorderCallback):
                 self._dumps.wait()
             finally:
                 self._replay()
-                if trainer is None or not trainer.interrupted:  # otherwise a checkpoint for the exception follows
+                if trainer is None or not trainer.interrupted:  # after an exception, keep it: a checkpoint follows
                     self._dumps = None
 
     # Batches.
@@ -322,7 +322,7 @@ class TensorDumper(RecorderCallback):
     def _checkpoint_saved(self, path: Path) -> None:
         if self._dumps is not None:
             self._dumps.write_beside(path)
-            if self._capture is None:  # after an exception, wait now, because nothing does later
+            if self._capture is None:  # after an exception, wait now, because nothing waits later
                 self._dumps.wait()
 
     def _checkpoint_removed(self, path: Path) -> None:
@@ -337,7 +337,7 @@ class TensorDumper(RecorderCallback):
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.per_rank and trainer.world_size > 1 and "checkpoints" in self.at:
-            # Rank 0 may still remove checkpoints after the previous hook has ended on this rank.
+            # Rank 0 may still remove checkpoints after the previous hook has ended on this rank, so wait for rank 0.
             trainer.strategy.barrier("TensorDumper")
         super().on_fit_end(trainer, pl_module)
 

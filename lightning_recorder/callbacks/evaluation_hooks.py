@@ -121,7 +121,7 @@ class EvaluationCallback(RecorderCallback):
         sampler.start_batch(loader)
 
     def _is_due(self, trainer: Trainer) -> bool:
-        """Return True if the evaluation is recorded. Inside a fit, only evaluations in recorded epochs are."""
+        """Return True if the evaluation is recorded. Inside a fit, it is recorded only in recorded epochs."""
         in_fit = trainer.state.fn == "fit"
         return not trainer.sanity_checking and not (in_fit and not self.sampling.in_epoch(trainer.current_epoch))
 

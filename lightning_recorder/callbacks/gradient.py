@@ -51,30 +51,30 @@ class _LossPasses:
 class GradientRecorder(TensorsCallback):
     """Records the gradients of the loss with respect to module outputs, and on request inputs, on sampled steps.
 
-    The loss is the one that ``training_step`` returned: the scale of a ``GradScaler`` and the division by the number of
-    accumulated batches are undone. In distributed training, it is the mean of the losses of all ranks. The tags are
+    The loss is the value that ``training_step`` returned: the scale of a ``GradScaler`` and the division by the number
+    of accumulated batches are undone. In distributed training, it is the mean of the losses of all ranks. The tags are
     ``gradients/<module>/<statistic>``. A module whose output needs no gradient is not recorded. If gradients overflow
     in half precision, the optimizer skips the step, and the step is not recorded. ``gradients/overflow_steps`` counts
     these steps, and ``gradients_overflow/…`` shows the modules with NaN or infinite gradients.
 
-    Afterwards, :attr:`latest` has the statistics of the latest record by site, and :attr:`latest_step` its step.
-    :meth:`disable` and :meth:`enable` switch the recorder during a run.
+    During and after a run, :attr:`latest` has the statistics of the latest record by site, and :attr:`latest_step` has
+    the step of this record. :meth:`disable` and :meth:`enable` switch the recorder during a run.
 
     Args:
-        tensors: The tensors of a module to record: any of ``"inputs"`` and ``"outputs"``. Inputs are those before the
-            call, positional or by keyword, also in nested containers; their tags are ``gradients/<module>/in[0]/…``
-            and ``gradients/<module>/in.mask/…``. The gradient of an input is the part that flows
-            through the module.
-        per_call: Keep the calls of a module that is called several times in a batch apart. The tags of its second call
-            are ``gradients/<module>#2/…``. By default, the gradients of all calls are merged. Calls are numbered in the
-            order of the forward pass, also with checkpointing.
+        tensors: The tensors of a module to record: any of ``"inputs"`` and ``"outputs"``. Inputs are recorded as they
+            are before the call, positional or by keyword, also in nested containers. Their tags are
+            ``gradients/<module>/in[0]/…`` and ``gradients/<module>/in.mask/…``. The gradient of an input is the part
+            that flows through the module.
+        per_call: Record each call separately if a module is called several times in a batch. The tags of its second
+            call are ``gradients/<module>#2/…``. By default, the gradients of all calls are merged. Calls are numbered
+            in the order of the forward pass, also with checkpointing.
         functions: The torch functions for whose outputs the gradients are recorded as well: any of ``"activations"``,
             ``"dropout"``, ``"normalizations"``, ``"attention"``, ``"embedding"``, ``"routing"`` and names such as
             ``"relu"``. True for all of them, False for none; the default is activations. Losses have no gradient. Tags
             have the form of module tags: ``gradients/encoder.relu/…`` for the first call of the function in a call of
             ``encoder``, ``encoder.relu#2`` for the second. ``names``, ``types`` and ``exclude`` apply to functions,
             too. If a module only calls the function, as ``nn.ReLU`` does, the module is recorded instead. Functions in
-            compiled code are recorded only if it runs eagerly.
+            compiled code are recorded only if this code runs eagerly.
         statistics: The statistics to show as scalars: any of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
             ``zero_fraction``, ``nan_count``, ``inf_count``, ``rank_mean_min``, ``rank_mean_max`` and quantiles such as
             ``quantile_0.99``. ``rank_mean_min`` and ``rank_mean_max`` are the smallest and the largest mean on any
@@ -87,11 +87,11 @@ class GradientRecorder(TensorsCallback):
     Note:
         Gradients are captured by hooks on the output tensors. In-place modules and outputs that are dictionaries or
         dataclasses are therefore supported, and the gradients stay bitwise identical. All backward passes of a step
-        that add to the gradients of parameters are counted. Gradients that ``torch.autograd.grad`` computes before, as
-        for a penalty, are not counted. If the loss is a mean over the batch and the ranks have batches of equal size,
-        N ranks record the same as one process with the batches of all ranks. Otherwise the gradients are those of the
-        mean of the losses of all ranks, like the gradients of the parameters. Everything else is the same as for
-        :class:`~lightning_recorder.ActivationRecorder`.
+        that add to the gradients of parameters are counted. Gradients that ``torch.autograd.grad`` computes before
+        these passes, as for a penalty, are not counted. If the loss is a mean over the batch and the ranks have batches
+        of equal size, N ranks record the same as one process with the batches of all ranks. Otherwise the gradients are
+        those of the mean of the losses of all ranks, like the gradients of the parameters. Everything else is the same
+        as for :class:`~lightning_recorder.ActivationRecorder`.
 
     Example::
 

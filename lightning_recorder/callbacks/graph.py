@@ -238,7 +238,8 @@ class GraphRecorder(RecorderCallback):
     @guarded
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # If the model's own on_train_batch_start ended the epoch, the previous batch started but did not end.
+        # If the model's own on_train_batch_start ended the epoch, the previous batch started but did not end, so its
+        # capture is still open.
         if self._capture is not None:
             self._leave_capture()
         if self._waiting and self.stage == "train":

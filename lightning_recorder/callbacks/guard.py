@@ -42,7 +42,7 @@ def guarded(hook: Callable[Concatenate[Owner, Parameters], None]) -> Callable[Co
 
     ``ArgumentError`` and ``SelectionError`` are raised, since they occur before the first step, unless the callback was
     added by ``LIGHTNING_RECORDER``. With ``strict``, all errors are raised. Hooks are ignored if they come from a
-    trainer that runs inside the recorded run of another one.
+    trainer that runs inside the recorded run of another trainer.
     """
 
     @functools.wraps(hook)
@@ -86,7 +86,8 @@ def guarded(hook: Callable[Concatenate[Owner, Parameters], None]) -> Callable[Co
 def _refuse_class(trainer: Any, hook: str) -> None:
     """Raise an error if ``callbacks`` contains a class. Lightning would call its hooks with the trainer as ``self``.
 
-    Lightning calls ``on_exception`` after this error. That hook must not raise another one, which would replace it.
+    Lightning calls ``on_exception`` after this error. That hook must not raise a second error, which would replace the
+    first one.
     """
     listed = getattr(trainer, "callbacks", [])
     classes = [each for each in listed if isinstance(each, type) and issubclass(each, GuardedCallback)]

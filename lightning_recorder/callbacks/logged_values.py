@@ -95,7 +95,8 @@ class LoggedValues:
             self._write(each.step, each.epoch, each.values)
 
     def _new(self) -> Iterator[tuple[str, Tensor]]:
-        # The public properties compute the metrics again. Lightning makes a new tensor for each value.
+        # The public properties compute the metrics again, so read a private attribute. Lightning makes a new tensor for
+        # each value, so a known tensor is not read again.
         logger_connector: Any = getattr(self._trainer, "_logger_connector", None)
         found: Any = getattr(logger_connector, "_logged_metrics", None)
         for name, value in list(found.items())[:_MOST_NAMES] if isinstance(found, dict) else ():

@@ -38,7 +38,7 @@ class Outputs:
 
     Args:
         histograms: True writes histograms of all values to the loggers, for the first 32 records and then less often:
-            16 times each time the number of records doubles. The record files have the histograms of all records. A
+            for 16 records per doubling of the number of records. The record files have the histograms of all records. A
             number n counts a fixed sample of at most n values of each tensor, one from each of n equal parts; this is
             faster but approximate. False writes no histograms.
         records: Write all records to ``<log_dir>/recorder/records``, for :func:`~lightning_recorder.open_recording`.
@@ -46,9 +46,10 @@ class Outputs:
             trainer have ``records=False``. They are watched in any case.
         plots: Draw plots of all records when the fit ends and, in a long fit, after 10, 20, 40, … records, in another
             process. All drawings during a fit together take at most 2 % of its time.
-        plot_every_n_records: Draw the plots after every n-th record instead, whatever time it takes.
-        max_images: The maximum number of plots that show a single module over time, and of pictures of statistics of
-            more than one number.
+        plot_every_n_records: Draw the plots after every n-th record instead of after 10, 20, 40, … records, without the
+            time limit.
+        max_images: The maximum number of plots that show a single module over time. It also limits the pictures of
+            statistics that are tensors.
         curves: ``"main"`` shows one curve for each module in the loggers: the ``rms`` of its output or of the gradient
             of its output, or the ``update_ratio`` of its largest parameter. The counts of NaN and infinities are shown
             once a record has a NaN or an infinity. ``"all"`` shows all default statistics of each tensor. Statistics
@@ -62,8 +63,8 @@ class Outputs:
         numbered_tags: Begin the name of each module in a tag with its position in the order of execution, as in
             ``activations/017_blocks.2.fc/rms``, because TensorBoard sorts tags.
         dumps: The times at which statistics are dumped to a file of tensors. ``"checkpoints"`` writes the latest record
-            beside each checkpoint. ``"records"`` writes each record, and ``"epochs"`` the latest one at the end of each
-            epoch, to ``<log_dir>/recorder/dumps``. True means ``"checkpoints"``.
+            beside each checkpoint. ``"records"`` writes each record, and ``"epochs"`` writes the latest record at the
+            end of each epoch, to ``<log_dir>/recorder/dumps``. True means ``"checkpoints"``.
         dump_when: A function of the statistics of a site, such as ``lambda seen: seen.abs_max > 1e4``, or its import
             path. A record, or a sampled step of a :class:`~lightning_recorder.TensorDumper`, is also dumped if the
             function returns true for any of its sites.
@@ -76,12 +77,12 @@ class Outputs:
             page is written if this takes at most 2 % of the time of the fit. Needs ``records`` and ``findings``.
         upload: Also pass the dumps to the loggers that store files, up to ``max_upload_bytes``.
         max_upload_bytes: The maximum size of all uploads in bytes.
-        max_total_bytes: The maximum size of all dumps in bytes, not counting those beside checkpoints. When it is
-            reached, one warning is given and no more dumps are written. By default, 1 GiB of statistics or 4 GiB of
-            tensors.
-        max_bytes: The maximum size in bytes of one step of a :class:`~lightning_recorder.TensorDumper`. Tensors that
-            exceed it are left out, and the manifest lists them. The recorders of activations, gradients and parameters
-            ignore it.
+        max_total_bytes: The maximum size of all dumps in bytes, not counting the dumps beside checkpoints. When this
+            size is reached, one warning is given and no more dumps are written. By default, 1 GiB of statistics or 4
+            GiB of tensors.
+        max_bytes: The maximum size in bytes of one step of a :class:`~lightning_recorder.TensorDumper`. Tensors beyond
+            this size are left out, and the manifest lists them. The recorders of activations, gradients and parameters
+            ignore this argument.
 
     Raises:
         ArgumentError: If an argument has an invalid value; names the argument.

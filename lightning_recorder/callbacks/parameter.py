@@ -62,8 +62,8 @@ class ParameterRecorder(StatisticsCallback):
     Each record also has ``learning_rate`` and ``weight_decay`` among the statistics of a parameter. The record file has
     ``groups`` with all numeric settings of each parameter group, such as ``betas``, and ``gradient_clip_val``.
 
-    Afterwards, :attr:`latest` has the statistics of the latest record by site, and :attr:`latest_step` its step.
-    :meth:`disable` and :meth:`enable` switch the recorder during a run.
+    During and after a run, :attr:`latest` has the statistics of the latest record by site, and :attr:`latest_step` has
+    the step of this record. :meth:`disable` and :meth:`enable` switch the recorder during a run.
 
     Args:
         names: Module names or globs, such as ``"encoder.**"``; see :class:`~lightning_recorder.Selection`. Only a
@@ -148,7 +148,7 @@ class ParameterRecorder(StatisticsCallback):
         if run is None or run.phase is RunPhase.IDLE:
             return
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
-        # The call above may fail and release the run.
+        # The call above may fail and release the run, so check that the run is still the same.
         if self._run is run and isinstance(run.recorder, OptimizerRecorder):
             # Lightning does not unscale the gradients for optimizers that unscale them themselves.
             scaled = getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -156,7 +156,7 @@ class ParameterRecorder(StatisticsCallback):
                 run.recorder.before_step(optimizer, 1 / self.loss_scale.value if scaled else 1.0)
 
     def keep_values(self) -> None:
-        """Keep the parameter values before a step that calls no hook. The loop reports such a step only afterwards."""
+        """Keep the parameter values before an optimizer step without hooks, which the loop reports only afterwards."""
         run = self._run
         if run is not None and run.phase is RunPhase.RECORDING and isinstance(run.recorder, OptimizerRecorder):
             with run.contained():
@@ -171,7 +171,8 @@ class ParameterRecorder(StatisticsCallback):
         recorder.trained = [each for group in groups for each in group["params"]]
         recorder.batch_factor = gradient_factor(trainer, self.loss_scale.value)
         recorder.batches = trainer.accumulate_grad_batches * averaged_ranks(trainer)
-        # Lightning does not see the steps of an optimizer that was unwrapped from LightningOptimizer.
+        # Lightning does not see the steps of an optimizer that was unwrapped from LightningOptimizer, so the recorder
+        # observes the optimizers.
         if not is_automatic(pl_module):
             recorder.optimizers = tuple(trainer.optimizers)
         if isinstance(trainer.gradient_clip_val, (int, float)):
@@ -207,7 +208,7 @@ def _plan(trainer: Trainer) -> dict[str, Any]:
         counts["epoch"] = math.ceil(steps / math.ceil(per_epoch))
     schedules = []
     for each in getattr(trainer, "lr_scheduler_configs", ()):
-        # Reading a property of a user's class could run any code.
+        # Reading a property of a user's class could run any code, so read only stored attributes.
         lengths = [stored_attribute(each.scheduler, name) for name in _LENGTHS]
         length = next((number for number in lengths if type(number) is int), None)
         if length is not None and each.interval in counts and len(counts) == 2:

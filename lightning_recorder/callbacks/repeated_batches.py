@@ -23,7 +23,8 @@ from lightning_recorder.watch.kept import are_written, batch_versions
 
 __all__ = ["RepeatedBatches"]
 
-# Lightning creates new containers for batches of these types before a step, even without a change of device.
+# Lightning creates new containers for batches of these types before a step, even without a change of device. These
+# batches need no copy.
 _REBUILT = (list, tuple, dict, Tensor)
 
 
@@ -32,7 +33,7 @@ class _Batch:
     """A batch that a fetcher has yielded."""
 
     item: Any  # the batch, with its number and the number of its loader
-    random: RandomStates  # the random number generators before the batch
+    random: RandomStates  # the states of the random number generators before the batch
     counts: list[int]  # the counts of Lightning's loops before the batch
     why_not: str = ""
     versions: list[tuple[Tensor, int | None]] = field(default_factory=list)
@@ -80,7 +81,7 @@ class RepeatedBatches:
         self._batches: list[_Batch] = []
         self._first = 0  # the number in the epoch of the first kept batch
         self._waiting: deque[_Batch] = deque()  # the batches to repeat
-        self._left_out: list[int] | None = None  # the counts to add after the last repeated batch; None without one
+        self._left_out: list[int] | None = None  # the counts to add after the last repeated batch; None if none repeats
         self._after: RandomStates | None = None
         self._was_done = False
         self.is_repeated = False
@@ -111,7 +112,7 @@ class RepeatedBatches:
             return
         self.detach()
         kind: Any = type(fetcher)
-        # With this fetcher, training_step(dataloader_iter) reads the loader itself.
+        # With this fetcher, training_step(dataloader_iter) reads the loader itself, so no batch can be kept.
         if all(each.__name__ != "_DataLoaderIterDataFetcher" for each in kind.__mro__):
             body = {
                 "__module__": kind.__module__,
@@ -147,7 +148,8 @@ class RepeatedBatches:
         return item
 
     def _keep(self, item: Any) -> _Batch:
-        # Read before the copy, because the user's code may draw random numbers while the batch is copied.
+        # Read the random states before the copy, because the user's code may draw random numbers while the batch is
+        # copied.
         random, counts = RandomStates(self._devices), self._counts()
         batch, *numbers = item
         batch = self._copy(batch)
@@ -162,7 +164,7 @@ class RepeatedBatches:
             return own_copies({"batch": batch})["batch"]
 
     def forget(self, number: int) -> None:
-        """Drop the batches with smaller numbers in the epoch."""
+        """Drop the batches before this number in the epoch."""
         del self._batches[: number - self._first]
         self._first = max(self._first, number)
 

@@ -73,7 +73,7 @@ class Replay:
 def other_values(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iterator[None]:
     """Set parameters to other values inside the context, and restore their own values at the end."""
     before = [each.detach().clone() for each in parameters]
-    # Written through ``.data``, since a higher version would make autograd reject saved graphs.
+    # Write through ``.data``: a higher version would make autograd reject saved graphs.
     for parameter, value in zip(parameters, values, strict=True):
         parameter.data.copy_(value)
     try:
@@ -190,7 +190,7 @@ def unchanged(
             trainer.loggers = loggers
             state.restore()
             for parameter, values in copies:
-                # Written through ``.data``, since a higher version would make autograd reject saved graphs.
+                # Write through ``.data``: a higher version would make autograd reject saved graphs.
                 if not _same_bits(parameter, values):
                     parameter.data.copy_(values)
 
@@ -272,7 +272,7 @@ class _Gradients:
         self.symptoms: list[Tensor | None] = []
 
     def end_step(self) -> None:
-        """End a step of an optimizer. In training, the values before it were finite, and the optimizer stepped."""
+        """End an optimizer step, and drop the values before it. They were finite, because training took this step."""
         self.begin = len(self.losses)
         self.symptoms.clear()
 
@@ -354,8 +354,8 @@ def run_manual(
 ) -> None:
     """Run a step with manual optimization, without steps of optimizers and schedulers.
 
-    ``gradients`` receives each loss and each step of an optimizer. The run ends at the optimizer step after the first
-    ``steps`` ones. With None, the whole training step runs.
+    ``gradients`` receives each loss and each step of an optimizer. The run ends at the optimizer step that follows the
+    first ``steps`` optimizer steps. With None, the whole training step runs.
 
     Raises:
         ReplayError: If the step may communicate with other processes.
@@ -384,7 +384,7 @@ def run_manual(
     with ExitStack() as stack:
         for each in (*optimizers, *inner):
             stack.enter_context(replaced(each, "step", step))
-        # manual_backward, which the model may override, calls the backward of the strategy.
+        # Replace the strategy's backward, because the model may override manual_backward, which calls it.
         stack.enter_context(replaced(trainer.strategy, "backward", backward))
         pl_module.lr_schedulers = partial(_idle_schedulers, pl_module.lr_schedulers())  # type: ignore[method-assign]
         try:

@@ -35,11 +35,11 @@ _EVALUATIONS = {"validate": "validation", "test": "test", "predict": "prediction
 class ResumeState:
     """Holds statistics that were not yet written to a record when a fit ended or was saved, until the next fit resumes.
 
-    The statistics are restored at the first batch. Before it, the trainer does not know its step, and the ranks have
-    not yet agreed on the recording.
+    The statistics are restored at the first batch. Before that batch, the trainer does not know its step, and the ranks
+    have not yet agreed on the recording.
 
     Args:
-        settings: A description of the settings, which must equal that of a saved state.
+        settings: A description of the settings. It must equal the description in a saved state.
     """
 
     def __init__(self, settings: str) -> None:
@@ -146,7 +146,8 @@ class ResumingCallback(EvaluationCallback):
     def _give_up(self) -> bool:
         is_news = not any(worker.failed for worker in self._workers)
         if any(worker.exchange is not None and worker.exchange.is_open for worker in self._workers):
-            # The other ranks still wait for responses from this rank, even though it records nothing more.
+            # Keep the channel open: the other ranks still wait for responses from this rank, although it records
+            # nothing more.
             for worker in self._workers:
                 worker.fail()
         else:
@@ -246,7 +247,7 @@ class ResumingCallback(EvaluationCallback):
         if self._run is not None:
             self._pipeline.wait()
             with self._run.contained():
-                state = self._run.state_dict()  # kept if the next line fails, which communicates with the other ranks
+                state = self._run.state_dict()  # used if the next line fails: it communicates with other ranks
                 state = self._state_of(self._run, trainer)
         packed = {**self._kept.packed(state, self._pipeline.formatter), "label": self.label(trainer)}
         states = checkpoint.setdefault("callbacks", {})
@@ -256,7 +257,7 @@ class ResumingCallback(EvaluationCallback):
         """Return the merged state of all ranks. After an exception, return the state of this rank."""
         if not trainer.interrupted:
             return run.merged_state_dict()
-        # The other ranks are out of step and cannot be reached.
+        # The other ranks are out of step and cannot be reached, so their statistics cannot be merged.
         if trainer.world_size > 1 and trainer.is_global_zero and run.holds_states:
             warn(f"{self}: a checkpoint that is saved after an exception has the statistics of rank 0 only")
         run.abort()

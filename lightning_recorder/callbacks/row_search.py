@@ -53,7 +53,7 @@ def find_row(
 
     If the shares of the other samples depend on the removed sample, or are not known, another sample may be the cause.
     The removed sample is then only returned if its values are far larger than the values of all other samples, or if it
-    makes each half of the other samples bad: no other sample is in both halves.
+    makes each half of the other samples bad, since no other sample is in both halves.
 
     If the step draws random numbers, the last replay replaces the removed sample by another one, so that each remaining
     sample gets the same random numbers.
@@ -144,8 +144,8 @@ def search(
         (2, [0, 1])
     """
     first, last = list(range(samples // 2)), list(range(samples // 2, samples))
-    # Usual samples, and suspects that make them bad. Each further part contains the usual samples, so that the
-    # statistics of normalizations stay similar.
+    # Usual samples, and suspects that make them bad. Each further call tests suspects together with the usual samples,
+    # so that the batch statistics of normalizations change little.
     usual, suspects = last, first
     if is_bad(last):
         usual, suspects = first, last

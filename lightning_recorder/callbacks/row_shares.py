@@ -21,7 +21,7 @@ from lightning_recorder.structure import ignore_unknown, iter_tensors
 
 __all__ = ["RowShares"]
 
-_FAR = 10.0  # a sample stands out if its largest value is this many times that of every other sample
+_FAR = 10.0  # a sample stands out if its largest value is this many times the largest value of every other sample
 _SAME = 1e-3  # the relative tolerance for equal shares in two runs
 _MOST_GROUPS = 2
 _LOSSES = {function for function, name in KNOWN.items() if FUNCTIONS[name].kind == "losses"}
@@ -31,10 +31,10 @@ _ADDING = {torch.mean, Tensor.mean, torch.sum, Tensor.sum, torch.nanmean, Tensor
 class RowShares(TorchFunctionMode):
     """Measures the contribution of each sample to a step that runs inside the context.
 
-    The loss is treated as a sum of reductions: torch losses, means and sums. Each one is computed again without its
-    reduction, and weighted by the derivative of the loss with respect to it. For the gradient norm, each call with a
-    parameter among its arguments contributes the norm of the sample's inputs times the norm of the gradient of the
-    sample's outputs. For a linear layer, this is the norm of the weight gradient of the sample alone.
+    The loss is treated as a sum of reductions: torch losses, means and sums. Each of these terms is computed again
+    without its reduction, and weighted by the derivative of the loss with respect to it. For the gradient norm, each
+    call with a parameter among its arguments contributes the norm of the sample's inputs times the norm of the gradient
+    of the sample's outputs. For a linear layer, this is the norm of the weight gradient of the sample alone.
 
     The shares are not exact if samples depend on each other, as in a normalization over the batch, or if the first
     dimension is not the batch dimension. The result of :meth:`suspects` must therefore be checked by a run without
@@ -111,13 +111,13 @@ class RowShares(TorchFunctionMode):
             self._parts.append((result, rows.double().sum(1)))
 
     def _note_bad(self, rows: Tensor) -> None:
-        # Minus infinity often comes from a mask.
+        # Minus infinity often comes from a mask, so it does not count as bad.
         bad = (rows.isnan() | rows.isposinf()).any(1)
         if bool(bad.any()):
             self._bad = bad
 
     def _note_gradient(self, args: Iterable[Any], result: Tensor) -> None:
-        # A recurrent layer gets its weights in a list.
+        # A recurrent layer gets its weights in a list, so lists of tensors are searched as well.
         several = (each if isinstance(each, (list, tuple)) else (each,) for each in args)
         given = [each for group in several for each in group if isinstance(each, Tensor)]
         if self._by_sample(result) is None or not any(id(each) in self._parameters for each in given):
@@ -161,7 +161,7 @@ class RowShares(TorchFunctionMode):
             found.append(torch.nonzero(self._bad.cpu()).flatten().tolist())
         if self.standing_out is not None:
             found.append([self.standing_out])
-        # Each group costs a replay.
+        # Each group costs a replay, so only a few small groups are returned.
         usable = [each for each in found if 0 < len(each) <= self._samples // 2]
         return [each for place, each in enumerate(usable) if each not in usable[:place]][:_MOST_GROUPS]
 

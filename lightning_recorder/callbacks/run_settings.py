@@ -107,7 +107,7 @@ class BatchFingerprints:
         _latest.pop(trainer, None)
 
     def add(self, trainer: Trainer, batch: Any, step: int, batch_idx: int, *, apart: bool) -> None:
-        """Add the checksums of a recorded batch. With ``apart``, discard those of earlier steps.
+        """Add the checksums of a recorded batch. With ``apart``, discard the checksums of earlier steps.
 
         Use ``apart`` if each step has its own record.
         """

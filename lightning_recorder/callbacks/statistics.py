@@ -350,7 +350,7 @@ class StatisticsCallback(ResumingCallback):
                 if findings is not None:
                     why = "it failed, as a warning said" if failed else self._why_nothing
                     end_findings(findings, self._pipeline.label, self._sink, why)
-        if trainer is None or not trainer.interrupted:  # otherwise a checkpoint for the exception follows
+        if trainer is None or not trainer.interrupted:  # after an exception, keep them: a checkpoint follows
             self._dumps.end()
 
     @guarded

@@ -85,7 +85,7 @@ class TensorsCallback(StatisticsCallback):
         )
 
     def _functions_in(self, stage: str) -> ChosenFunctions | None:
-        """Return the functions to record in a stage. Evaluations add dropout by default, which should be inactive."""
+        """Return the functions to record in a stage. Evaluations add dropout by default, to show if it is active."""
         chosen = self._chosen_functions
         if chosen is None or stage == "train" or self.functions != _DEFAULT_FUNCTIONS:
             return chosen

@@ -71,9 +71,9 @@ def recorder_directory(trainer: Trainer) -> Path | None:
     """Return the folder of the run's recordings.
 
     The folder is in ``trainer.log_dir``, or in ``default_root_dir`` if the logger has no folder. If the first logger
-    uses one folder for all runs, as the W&B logger does, it is in the subfolder ``<name>/<version>``, beside the
-    checkpoints. Return ``None`` if the folder is not local, and for a ``fast_dev_run`` or a barebones run, which write
-    no files.
+    uses one folder for all runs, as the W&B logger does, the folder is in the subfolder ``<name>/<version>`` of that
+    folder, beside the checkpoints. Return ``None`` if the folder is not local, and for a ``fast_dev_run`` or a
+    barebones run, which write no files.
 
     Note:
         Must be called on every rank, because Lightning broadcasts the folder.
@@ -135,8 +135,8 @@ def _reserved(trainer: Trainer, directory: Path) -> Path:
 class _Claim:
     """The folder that a trainer writes to."""
 
-    default: Path  # the folder that it would write to if no other process used it
-    directory: Path  # the folder that it writes to
+    default: Path  # the folder to write to if no other process uses it
+    directory: Path  # the folder that the trainer writes to
     lock: FolderLock | None = None  # the lock of this folder, on rank 0 during a run
     users: set[int] = field(default_factory=set)  # the ids of the recorders in the run
 
@@ -242,7 +242,8 @@ def gradient_factor(trainer: Trainer, scale: float) -> float:
     """Return the factor that converts a gradient of the backward pass to the gradient of the ``training_step`` loss.
 
     Lightning divides the loss by the number of accumulated batches, and a ``GradScaler`` multiplies it by ``scale``.
-    The factor undoes both. In manual optimization, Lightning accepts no number but 1.
+    The factor undoes the division and the multiplication. In manual optimization, the number of accumulated batches is
+    always 1.
     """
     return trainer.accumulate_grad_batches / scale
 

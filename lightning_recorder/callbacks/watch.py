@@ -57,20 +57,20 @@ _CHOICES = ("warn", "stop", *ACTIONS)
 class StepWatch(RecorderCallback):
     """Watches the loss and the gradient norm of every step, and names the origin of the first bad value.
 
-    A watch is added to each trainer that has a recorder of statistics, unless the trainer already has one. Your own
-    watch replaces the one of :func:`~lightning_recorder.default_recorders`. The loss and the gradient norm of every
+    A watch is added to each trainer that has a recorder of statistics, unless the trainer already has a watch. Your own
+    watch replaces the watch of :func:`~lightning_recorder.default_recorders`. The loss and the gradient norm of every
     step are written to the records (``watch``). At the steps that Lightning logs, they are also written to the loggers,
-    as ``watch/loss`` and ``watch/grad_norm``. The stage ``logged`` of the records has the values that the user logs
-    with ``self.log``, and the learning rates, for the first 16 steps, the steps that Lightning logs, epochs and
-    validations.
+    as ``watch/loss`` and ``watch/grad_norm``. The stage ``logged`` of the records has the learning rates and the values
+    that the user logs with ``self.log``. They are read at the first 16 steps, at the steps that Lightning logs, and at
+    the end of epochs and validations.
 
     At the first step whose loss or gradients are not finite, the step is run again with its batch, its random numbers
-    and its buffers. The finding names the module, the number of the call, the direction, the operation, the line of
-    code and the batch. The training does not change. On a CPU, and with ``wait=True`` on other devices, this happens
-    before the optimizer steps. On a GPU, the values arrive a step later, when the parameters may already be spoiled.
-    The step is then run again with a copy of the parameters; see ``keep_parameters``. Without a copy, the finding names
-    the step and the direction, and the option that would have named the module. A step that a ``GradScaler`` skips
-    because of an overflow is no finding.
+    and its buffers. The finding names the module, the number of the call, the direction (forward or backward), the
+    operation, the line of code and the batch. The training does not change. On a CPU, and with ``wait=True`` on other
+    devices, this happens before the optimizer steps. On a GPU, the values arrive a step later, when the parameters may
+    already be spoiled. The step is then run again with a copy of the parameters; see ``keep_parameters``. Without a
+    copy, the finding names the step and the direction, and the option that would have named the module. A step that a
+    ``GradScaler`` skips because of an overflow is no finding.
 
     A loss or a gradient norm above ``spikes`` times its running median is a finding as well, and the recorders record
     the next step. The value must also exceed the noise of the series, and three times the largest value of the 10 steps
@@ -289,7 +289,7 @@ class StepWatch(RecorderCallback):
         )
         self._actions = self._actions_of(trainer, pl_module, refused)
         shared = self._exchange
-        if shared is not None and not isinstance(trainer.strategy, FSDPStrategy):  # FSDP1 shards are plain tensors
+        if shared is not None and not isinstance(trainer.strategy, FSDPStrategy):  # FSDP1 shards would seem to differ
             self._ranks = WatchedRanks(
                 Replicas(
                     pl_module,
@@ -392,7 +392,7 @@ class StepWatch(RecorderCallback):
         return None if self._directory is None else self._directory / "incidents" / f"step-{step}{suffix}"
 
     def _record_next(self, trainer: Trainer, step: int) -> None:
-        """Let the recorders record the step after a spike. Does nothing with several ranks, which would not agree."""
+        """Let the recorders record the step after a spike. Does nothing with several ranks, whose spikes may differ."""
         if trainer.world_size == 1:
             for each in trainer.callbacks:  # type: ignore[attr-defined]  # set in Trainer.__init__
                 record_step = getattr(each, "record_step", None)
@@ -546,7 +546,7 @@ class StepWatch(RecorderCallback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        if self._actions is not None:  # a fit that resumes within an epoch does not start one
+        if self._actions is not None:  # the hook for the start of an epoch does not run if a fit resumes within it
             self._actions.begin_epoch()
 
     @guarded

@@ -45,8 +45,8 @@ from lightning_recorder.watch.spikes import LEAST, RECENT
 __all__ = ["Discovery", "WatchedRun"]
 
 _MOST_REPLAYS = 5
-_MOST_SEARCHES = 5  # searches for the sample that makes a step bad, and as many more among the first steps
-_EARLY = 10.0  # the factor of a spike is multiplied by this among the first steps, where a single sample must make it
+_MOST_SEARCHES = 5  # the maximum number of searches for the bad sample of a step, and of searches in the first steps
+_EARLY = 10.0  # in the first steps, the factor of a spike is multiplied by this, and one sample must make the spike
 _MOST_KEPT = 4  # the maximum number of steps whose batches are kept until their values have arrived
 _KIND = attrgetter("dtype", "device")
 _FULL_LOSS_SCALE = 1.0  # above this loss scale, gradients that are not finite are an overflow of half precision
@@ -250,7 +250,7 @@ class WatchedRun:
                             spike = self._spike(spikes, reading, is_early=is_early)
                             self._step.bad = self._with_row(spike, row, reading)
             elif self._copies is not None and self._copies.is_due(step := self._step.batches[-1].step):
-                # The device is busy with this step while the host waits for the values of the step before.
+                # The device is busy with this step while the host waits for the values of the previous step.
                 if found := self._queue.take(wait=self._copies.waits):
                     self._arrive(found)
                 self._copies.take(step, self._queue.oldest)
@@ -331,7 +331,8 @@ class WatchedRun:
     def _reading(self, batches: list[KeptBatch]) -> Reading:
         """Return the mean loss of the batches, before any scaling by the trainer, and the gradient norm of the step."""
         divides = self._is_automatic or getattr(self._trainer, "logs_loss", False)
-        # An optimizer that calls its closure several times computes the loss several times.
+        # An optimizer that calls its closure several times computes the loss several times. Only one of these losses
+        # counts, except in manual optimization.
         if len(batches) == 1 and len(batches[0].losses) == 1:
             losses = batches[0].losses
         else:
@@ -428,7 +429,8 @@ class WatchedRun:
             self._latest_row = reading.step, row
         if is_early and not self._is_certain(spikes[0], row):
             return
-        # A user who acts on spikes wants a finding for each spike.
+        # A user can act on a spike only if values are read at once. The spike is then never reduced to a note about a
+        # steep region.
         may_pass = row is None and not self._reads_now
         found = self._spike(spikes, reading, may_pass=may_pass, is_early=is_early)
         self._report(self._with_row(replace(found, records=records), row, reading), reading)
@@ -470,8 +472,8 @@ class WatchedRun:
     def _row_of_spike(self, reading: Reading, spikes: list[_Spike], *, is_early: bool = False) -> _Row | None:
         """Return the sample that makes a spike, or None if there is no spike or no such sample.
 
-        Among the first steps and after a rise, the training may diverge, so that all samples are bad and some are
-        worse. A sample is then only returned if the step without it has usual values.
+        Among the first steps and after a rise, the training may diverge, so that all samples are bad, and some worse
+        than others. A sample is then only returned if the step without it has usual values.
         """
         is_small = 0 < 2 * reading.rows < self._usual_rows
         if not spikes or not self._factor or is_small or self._is_after_spike(reading):
@@ -578,16 +580,17 @@ class WatchedRun:
             is_stale = kept is not None and kept.step < reading.step and found is not None
             finding = self._unnamed(reading, because, is_known=is_known and not is_stale)
             if self._trainer.world_size > 1 and not reading.has_bad_loss and found is not None:
-                self.unnamed = finding  # another rank may name it
+                self.unnamed = finding  # another rank may name the origin
                 return
         if kept is not None:
             values = kept.values if kept.step == reading.step else None
         else:
             values = [each.detach() for each in parameters_of(self._pl_module)] if is_known else None
-        # A bad value in a batch or a constant is not a consequence of earlier steps.
+        # A bad value in a batch or a constant is not a consequence of earlier steps, so a spike before it does not
+        # matter.
         is_given = origin is not None and (origin.has_constant or origin.source.startswith("batch"))
         is_of_parameter = origin is not None and origin.source.startswith("parameter ")
-        # After a spike or a rise, any sample may make the step bad.
+        # After a spike or a rise, any sample may make the step bad, so no sample is named.
         is_after = self._is_after_spike(reading) or any(each.rise() for each in self._spikes.values())
         if is_known and not is_of_parameter and (is_given or not is_after):
             with self._with_kept(kept):
@@ -676,7 +679,7 @@ class WatchedRun:
         batch: KeptBatch | None = None,
         parameters: Sequence[Tensor] | None = None,
     ) -> None:
-        """Replace the known finding of the same rule, module and path, and pass the new one on."""
+        """Replace the known finding of the same rule, module and path, and pass the new finding to the callback."""
         self._known[finding.rule, finding.module, finding.path] = finding
         if finding.rule == NON_FINITE:
             self._bad = finding
@@ -696,7 +699,7 @@ def _numbers_of_row(row: _Row) -> dict[str, float]:
 def _total(norms: list[Tensor], *, on_host: bool) -> Tensor | float:
     """Return the total norm of several tensors from their norms."""
     device = norms[0].device
-    if on_host and device.type == "cpu":  # takes less time than the two kernels below, half of it for ten tensors
+    if on_host and device.type == "cpu":  # for ten tensors, half the time of the two kernels below
         return math.sqrt(sum([value * value for value in map(float, norms)]))
     if set(map(_KIND, norms)) != {(torch.float32, device)}:
         norms = [each.to(device, torch.float32) for each in norms]

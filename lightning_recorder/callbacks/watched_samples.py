@@ -72,17 +72,17 @@ from lightning_recorder.watch.epoch_samples import (
 __all__ = ["DATA_FILE", "WatchedSamples"]
 
 DATA_FILE = "data.json"
-_FIRST_BATCHES = 64  # always examined, about 20 ms; later batches only if this takes at most _SHARE of the time
+_FIRST_BATCHES = 64  # these are always examined, in about 20 ms; later batches only within _SHARE of the time
 _SHARE = 0.001
-_MOST_EPOCHS = 8  # the number of first epochs, and of last epochs, in the facts
+_MOST_EPOCHS = 8  # the facts have at most this many first epochs, and this many last epochs
 _MOST_VALIDATION = 8192  # the maximum number of samples of each validation loader
 _MOST_LOADERS = 8  # the maximum number of validation loaders
-_FIRST_LOOK, _GROWTH = 16, 4  # the facts are first published after 16 batches, then after 4 times as many
+_FIRST_LOOK, _GROWTH = 16, 4  # the facts are published after 16, 64, 256, … batches
 _FIRST_COMPARED, _GROWTH_OF_RANKS = 8, 8
 _COMPARED_STEPS = 16
 _CHECKED = 64  # the number of batches that are checked for changes after their step
 _WIDE = 4  # a tensor with at least this many values per sample is an input
-_COMPARED, _MOST_COMPARED = 8, 4096  # batches, and values per sample, that are compared with the target
+_COMPARED, _MOST_COMPARED = 8, 4096  # the numbers of batches, and of values per sample, compared with the target
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _NAMES_OF_CLASSES = ("label", "labels", "y", "target", "targets")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -103,7 +103,7 @@ class _Validation:
 
     sketch: Sketch = field(default_factory=Sketch)
     samples: int = 0
-    rows: tuple[int, int] | None = None  # the numbers of rows shared with training, and of all validation rows
+    rows: tuple[int, int] | None = None  # the number of rows shared with training, and the number of all rows
 
     def add(self, numbers: np.ndarray[Any, Any]) -> None:
         contents = np.ascontiguousarray(numbers[0])
@@ -136,7 +136,7 @@ class WatchedSamples:
     ) -> None:
         self._trainer, self._directory, self._publish, self._exchange = trainer, directory, publish, exchange
         self._strict, self._number = strict, number
-        self._others: list[WatchedSamples] = []  # for the other loaders
+        self._others: list[WatchedSamples] = []  # the objects for the other loaders
         self._is_alone: bool | None = None  # True if the epoch has one loader
         self._next: tuple[object, int] | None = None  # the object with the kept indices, and the number of the batch
         self._loaders: list[object] = []
@@ -163,7 +163,7 @@ class WatchedSamples:
         self._pending_epoch: PendingMerge | None = None
         self._rank_epoch: EpochOfRanks | None = None
         self._ended_epochs = 0
-        self._seen, self._passed = Sketch(), 0  # the samples and the number of all epochs; -1 once one is incomplete
+        self._seen, self._passed = Sketch(), 0  # of all epochs: the samples and the number; -1 if one is incomplete
         self._checked = 0
         self._before_step: tuple[np.ndarray[Any, Any], int] | None = None
         self._draws: DrawFacts | None = None
@@ -276,7 +276,7 @@ class WatchedSamples:
         below = rows_of_base(loader.dataset, [rows[place]])
         name = f"row {rows[place]:,} of the training set"
         name += f" (row {below[0]:,} of the data set below its Subset)" if below else ""
-        # The user's code may reorder the samples of a batch.
+        # The user's code may reorder the samples of a batch. The row is then only probable.
         is_usual = loader.collate_fn is default_collate and not any(
             hasattr(type(pl_module), each) and is_overridden(each, pl_module) for each in _TRANSFERS
         )
@@ -462,7 +462,7 @@ class WatchedSamples:
         if self._loader is None or not number:
             return
         before = found if self._copies is None else self._copies
-        # Sequences of different lengths have no common positions.
+        # Sequences of different lengths have no common positions, so no value counts as a copy.
         self._copies = found * before if len(found) == len(before) else np.zeros_like(found)
         self._compared += number
         place = int(self._copies.argmax()) if self._copies.any() else -1
@@ -531,7 +531,7 @@ class WatchedSamples:
         return int(self._trainer.distributed_sampler_kwargs["rank"]) if self._trainer.distributed_sampler_kwargs else 0
 
     def _compare_epoch(self, epoch: EpochSamples | None) -> None:
-        """Compare the samples of an epoch across ranks, less and less often. Must be called on every rank."""
+        """Compare the samples of an epoch across ranks, after epochs 0, 1, 2, 4, 8, …. Must be called on every rank."""
         number, self._ended_epochs = self._ended_epochs, self._ended_epochs + 1
         if self._exchange is None or number & (number - 1):
             return
@@ -666,7 +666,8 @@ class WatchedSamples:
                 found.append(replace(facts, loader=number + 1 if len(loaders) > 1 else None))
         if not found:
             return None
-        # Beside another validation loader, a loader of training samples alone is meant to measure the fit to them.
+        # If there is another validation loader, a loader with only training samples is intended: it measures the fit to
+        # them.
         if any(each.overlap == 0 for each in found):
             found = [replace(each, is_same_data=each.is_same_data or each.overlap == 1) for each in found]
         return max(found, key=lambda each: (not each.is_same_data and each.overlap > 0, each.overlap))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["Answer", "NoAnswerError", "Question", "Verdict"]
 
 Verdict = Literal["ok", "look", "wrong", "no answer"]
-"""The verdict of an answer. ``"look"`` may be intended, ``"wrong"`` is never intended."""
+"""The verdict of an answer. The program may intend what ``"look"`` reports. ``"wrong"`` reports a mistake."""
 
 
 class NoAnswerError(RecorderError, RuntimeError):

@@ -15,7 +15,7 @@ from lightning_recorder.structure import ignore_unknown, iter_tensors
 __all__ = ["changed", "few_rows", "named_tensors", "rows_of", "take_rows"]
 
 _FEW = (5, 7, 4, 6, 3, 2)
-"""The numbers of samples to choose from. The first ones are rarely a dimension of a tensor."""
+"""The numbers of samples to choose from. The first numbers rarely equal another dimension of a tensor."""
 
 
 def named_tensors(batch: Any) -> dict[str, Tensor]:
@@ -38,7 +38,7 @@ def rows_of(batch: Any) -> int:
     """Return the number of samples in a batch.
 
     Raises:
-        NoAnswerError: If the tensors of the batch have different first dimensions.
+        NoAnswerError: If the batch has no tensors, or if its tensors have different first dimensions.
     """
     sizes = {each.shape[0] for each in named_tensors(batch).values() if each.dim()}
     if not sizes:

@@ -42,7 +42,7 @@ class StepFunctions:
     # returns a context that restores the model, its gradients, the random numbers and the trainer
     unchanged: Callable[[], AbstractContextManager[None]]
     optimizers: list[Optimizer]
-    clip: Callable[[list[nn.Parameter]], None] = lambda _: None  # clips the gradients of parameters like the fit
+    clip: Callable[[list[nn.Parameter]], None] = lambda _: None  # clips the gradients of parameters as the fit does
     loss_scale: float = 1.0  # the scale of the loss in the backward pass
     is_automatic: bool = True  # False with manual optimization
     # returns a context in which the steps run in full precision, if the fit uses autocast
@@ -339,7 +339,7 @@ class Bench:
 
     @cached_property
     def repeated(self) -> tuple[Pass, Pass]:
-        """The observations of two equal passes with the first batch, with two numbers for each module output."""
+        """The observations of two identical passes with the first batch. They have two numbers per module output."""
         return self.observe(keep=_digest), self.observe(keep=_digest)
 
     @cached_property

@@ -35,7 +35,7 @@ def change_of(before: Tensor, after: Tensor) -> float:
     """Return the rms of the change divided by the rms of the values, or infinity if the shapes differ."""
     if before.shape != after.shape:
         return float("inf")
-    # Masked scores are infinite in both tensors.
+    # Masked scores are infinite in both tensors and count as unchanged.
     one, other = (torch.nan_to_num(each.double(), posinf=_HUGE, neginf=-_HUGE) for each in (before, after))
     same = one == other
     one, other = one.masked_fill(same & (one.abs() >= _HUGE), 0), other.masked_fill(same & (other.abs() >= _HUGE), 0)
@@ -128,7 +128,7 @@ def by_row(prediction: Tensor, call: LossCall, rows: int, batch: Any) -> Tensor 
 
 
 def _is_flat(call: LossCall, rows: int, batch: Any) -> bool:
-    """Return True if the target is a flattened tensor of the batch, ``[samples * positions]``, or nearly so."""
+    """Return True if over 90 % of the target equals a batch tensor, flattened to ``[samples * positions]``."""
     if call.target.dim() != 1 or call.target.numel() % rows:
         return False
     target = call.target.reshape(rows, -1)

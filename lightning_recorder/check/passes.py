@@ -62,9 +62,9 @@ class Pass:
         loss: The loss, if the step returned one.
         losses: The calls of loss functions, in order.
         modules: The calls of modules, in the order in which they ended.
-        outputs: The floating-point outputs of the last module that no other module called, except scalars.
+        outputs: The floating-point outputs of the last module that no other module called. Scalars are left out.
         dropouts: The lines of code that called an active dropout function.
-        broadcasts: The lines of code that subtracted a row and a column from each other, and the two shapes.
+        broadcasts: Each line of code that subtracted a row and a column from each other, with the two shapes.
     """
 
     loss: Tensor | None = None

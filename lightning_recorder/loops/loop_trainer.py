@@ -86,13 +86,13 @@ class PlainLoop:
         return values[0]
 
     def reduce(self, tensor: Tensor, *, reduce_op: str) -> Tensor:
-        """Return the maximum of a tensor over all processes."""
+        """Reduce a tensor over all processes in place, such as to the maximum, and return it."""
         if self.distributed_sampler_kwargs:
             dist.all_reduce(tensor, op=getattr(dist.ReduceOp, reduce_op.upper()))
         return tensor
 
     def process_dataloader(self, loader: Any) -> Any:
-        """Return the loader."""
+        """Return the loader unchanged."""
         return loader
 
 

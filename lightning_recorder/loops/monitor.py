@@ -35,7 +35,7 @@ from lightning_recorder.switch import CHECK_ONLY, is_check, is_switched_off, set
 __all__ = ["Monitor"]
 
 _LOSS = "loss"
-_MOST_COMPARED = 16  # the number of parameters that are compared to detect steps without an optimizer
+_MOST_COMPARED = 16  # the maximum number of parameters that are compared to detect steps without an optimizer
 _LARGEST_COMPARED = 1 << 14  # the maximum number of values of a compared parameter
 _MOST_FRAMES = 8  # the maximum number of frames between ``GradScaler.step`` and the step of its optimizer
 
@@ -139,7 +139,7 @@ class Monitor:
         self._trainer: LoopTrainer | None = None
         self._handles: list[Any] = []
         self._own: set[int] = set()  # the ids of the model's parameters
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # the optimizers of these parameters
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # the optimizers that have parameters of the model
         self._state: dict[str, Any] | None = None
         self._values: dict[str, Any] = {}
         self._sink: TensorBoardSink | None = None
@@ -206,7 +206,7 @@ class Monitor:
             return self._trainer
         if self._has_ended:
             raise RecordingError("this Monitor has ended: make a new one for another run")
-        atexit.register(self.close)  # for a run whose end or exception is not reported
+        atexit.register(self.close)  # ends the run with the program if the loop never calls close
         if not self._is_entered:
             self._say("Monitor records until the program ends: write `with Monitor(…) as monitor:` around the loop")
         callbacks: list[Any] = list(self._recorders)
@@ -244,7 +244,7 @@ class Monitor:
         return trainer
 
     def _call(self, hook: str, *arguments: Any) -> None:
-        """Call a hook of each recorder. A recorder may add recorders in ``setup``, and hide some of its own hooks."""
+        """Call a hook of each recorder that has it, including the recorders that another recorder adds in ``setup``."""
         trainer = self._trainer
         for each in () if trainer is None else trainer.callbacks:
             function = getattr(each, hook, None)
@@ -300,7 +300,8 @@ class Monitor:
         """Treat the steps in this context as validation batches.
 
         Args:
-            batches: The number of batches, if it is known. Then more batches than the first one are recorded.
+            batches: The number of batches, if it is known. With this number, further batches are recorded after the
+                first one.
         """
         trainer = self._begin()
         if trainer.is_evaluating:
@@ -345,12 +346,12 @@ class Monitor:
             self._values[name] = each.detach() if isinstance(each, Tensor) else each
 
     def backward(self, loss: Tensor, backward: Callable[..., Any] | None = None, **options: Any) -> None:
-        """Run ``loss.backward()``, and pass the loss to the recorders before. With several losses, call it for each.
+        """Pass a loss to the recorders, then run ``loss.backward()``. With several losses, call this method for each.
 
         Args:
             loss: The loss, multiplied by the scale of the ``GradScaler`` if there is one.
-            backward: A function to call instead of ``loss.backward``, such as ``fabric.backward``. It then multiplies
-                the loss by the scale itself.
+            backward: A function to call instead of ``loss.backward``, such as ``fabric.backward``. This function
+                multiplies the loss by the scale, so pass the loss without the scale.
             options: Arguments of the backward pass.
         """
         if self._step is not None and self._step.is_training:
@@ -454,7 +455,7 @@ class Monitor:
         if self._known:
             return False
         with pause_recording():
-            # A loop may also assign another tensor to ``p.data``.
+            # Compare the values and not the versions, because a loop may also assign another tensor to ``p.data``.
             if all(torch.equal(now.detach(), before) for now, before in step.compared):
                 return False
         self._say(
@@ -546,7 +547,7 @@ class Monitor:
 
     @property
     def accumulate(self) -> int:
-        """The number of batches by which the loop divides each loss. Set before the first step."""
+        """The number of batches by which the loop divides each loss. It can be set before the first step."""
         return int(self._settings["accumulate_grad_batches"])
 
     @accumulate.setter

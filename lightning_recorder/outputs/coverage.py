@@ -161,11 +161,11 @@ class Coverage:
         return "never called: no recorded step called it"
 
     def _shares_parameters_with(self, name: str) -> str:
-        """Return the first other module that shares a parameter, if other modules explain all gradients of this one."""
+        """Return the first module that shares a parameter, if all trained parameters are shared, or an empty string."""
         own = {id(each) for _, each in own_parameters(self.modules[name]) if each.requires_grad}
         found = ""
-        # A selected module that was not called explains no gradients. Nothing is known about modules that are not
-        # selected.
+        # A selected module that was not called cannot have caused a gradient, so it is left out. Modules that are not
+        # selected may have been called.
         idle = self.modules.keys() - {*self.called, *self.fired}
         for other, module in named_submodules(self.root).items():
             if module is self.modules[name] or other in idle:

@@ -40,7 +40,7 @@ class DumpFolder:
         label: The first part of the file names ``<label>-step=<step>.safetensors``, and the middle part of
             ``<checkpoint>.<label>.safetensors``.
         group: The kind of recorded tensors, for the manifest.
-        directory: The folder of the run. Without one, dumps are only written next to checkpoints.
+        directory: The folder of the run. Without a folder, dumps are only written next to checkpoints.
         rank: The rank of this process. File names contain the rank, except on the first rank.
         max_total_bytes: The maximum size of the dumps in the folder, in bytes. One warning is given when it is reached.
             Dumps next to checkpoints do not count, because they are removed together with the checkpoints.

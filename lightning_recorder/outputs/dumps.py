@@ -1,4 +1,4 @@
-"""Choose which statistics and captured tensors are dumped, and when: next to checkpoints or to a folder."""
+"""Choose which statistics and captured tensors are dumped, when, and where: next to checkpoints or to a folder."""
 
 from __future__ import annotations
 
@@ -199,13 +199,13 @@ class TensorDumps:
         at: The times of the dumps, any of ``TENSOR_DUMP_TIMES``. Dumps at checkpoints and at the end of epochs contain
             the tensors of the latest captured step.
         event: A condition. A step is also dumped if the statistics of any of its tensors meet it.
-        buffers: The pool that receives the memory of the written tensors.
+        buffers: The pool that reuses the memory of the written tensors.
         name: The name of the recorder in warnings.
         strict: Raise errors.
 
     Note:
-        Captured tensors stay on their device until they are written. While one step is written, two more may wait;
-        :meth:`add` then blocks. The latest step is also kept on the CPU.
+        Captured tensors stay on their device until they are written. While one step is written, two more steps may
+        wait. While two steps wait, :meth:`add` blocks. The latest step is also kept on the CPU.
     """
 
     def __init__(

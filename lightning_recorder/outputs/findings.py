@@ -98,7 +98,7 @@ class RunFindings:
         self._current_of = (0, 0)  # the numbers of records and of watched findings at the time of the last ``current``
         self._diagnosis: Diagnosis | None = None  # set when the run has ended
         self.named: frozenset[str] = frozenset()
-        """The modules that findings name, except notes, as of the last check or of :meth:`catch_up`."""
+        """The modules named by findings other than notes, as of the last check or :meth:`catch_up`."""
 
     def __contains__(self, label: object) -> bool:
         """Return True if a recorder with this label has begun."""
@@ -121,8 +121,8 @@ class RunFindings:
             group: The kind of tensors.
             has_file: True if the records of this recorder are written to a file.
             wait: A function that waits until the queued records of this recorder are written.
-            report: Write ``report.html`` at the end. ``None`` writes it if this takes little of the time of the fit.
-                If recorders differ, True takes precedence over False, and False over ``None``.
+            report: Write ``report.html`` at the end. ``None`` writes it if writing takes a small share of the time of
+                the fit. If recorders differ, True takes precedence over False, and False over ``None``.
             ignored: The names of the rules to leave out, for all recorders.
         """
         self._open.add(label)
@@ -150,7 +150,7 @@ class RunFindings:
         self.named = frozenset(each.layer for each in self.current()) - {""}
 
     def current(self) -> list[Finding]:
-        """Return the findings so far, without notes. Empty after an error."""
+        """Return the findings so far, without notes. Return an empty list after an error."""
         with self._lock:
             if self._current_of != (self._records, len(self._watched)):  # cached, since all recorders ask at the end
                 self._current = []
@@ -165,7 +165,7 @@ class RunFindings:
             self._current_of = (0, 0)
 
     def report(self, finding: Finding) -> None:
-        """Add a finding that is not derived from records, and log it. It replaces an earlier one of the same kind."""
+        """Add a finding that is not derived from records, and log it. An earlier finding of its kind is replaced."""
         with self._lock:
             self._contained(partial(self._report, finding))
 
@@ -246,7 +246,7 @@ class RunFindings:
         self._records += 1
         self._last_step = max(self._last_step, step)
         if not self._was_bad and bool((record.part(None, _NOT_FINITE) > 0).any()):
-            # The records of other recorders for this step may be needed to name the module.
+            # Check soon, but after the other recorders' records of this step, which may be needed to name the module.
             self._was_bad = True
             self._due = min(self._due, self._records + len(self._groups))
         if self._records >= self._due and (is_in_step or self._records >= 2 * self._due):
@@ -275,14 +275,15 @@ class RunFindings:
 
     def _say(self, finding: Finding, step: int) -> None:
         """Log a finding once."""
-        # The watch and the records may name different parameters for the same ranks. One finding covers both.
+        # If ranks differ, the watch and the records may name different parameters. Only the first finding is logged.
         key = (finding.rule, "", "") if finding.rule == RANKS_DIFFER else _key(finding)
         if key not in self._said:
             self._said.add(key)
             self._log(f"Found at step {step}: {finding.line}")
 
     def _examined(self) -> Diagnosis:
-        # The graph and the receipt change during the run. A resumed run uses the graph of the first run.
+        # The graph and the receipt change during the run, so they are read again. Until a resumed run has a graph, the
+        # graph in its folder is used.
         run, graph = self._run, self._graph()
         if run is not None and graph is not None:
             run.set_graph(graph)
@@ -292,8 +293,8 @@ class RunFindings:
         return examine(self._history, graph, facts)
 
     def _finish(self, sink: Sink | None) -> None:
-        # Records from before a resumption are only in the files. Only files give several recorders of one group a fixed
-        # order.
+        # Examine the files instead of the history in two cases. After a resumption, only the files have the earlier
+        # records. With several recorders of one group, only the files have a fixed order.
         has_several = len(set(self._groups.values())) < len(self._groups)
         run = self._run
         in_files = run is not None and self._are_files_complete and (self._continues or has_several)
@@ -357,7 +358,7 @@ class RunFindings:
         return any(asked) if asked else _report_s(self._run) <= _SHARE * (self._clock() - self._began)
 
     def _why_no_report(self) -> str:
-        """Return the reason why a requested page is not written, or an empty string if a warning has given it."""
+        """Return the reason why a requested page is not written, or an empty string if there is nothing to say."""
         if not any(self._report_wanted) or self._run is None or not self._records or self._are_files_complete:
             return ""
         return "a recorder has records=False; remove this setting to get it"

@@ -69,7 +69,7 @@ class TagBudget:
         self._shown: set[str] = set()
         self._left_out: set[str] = set()
         self._refused: dict[str, bool] = {}
-        """The unusual modules that did not fit; True if a module could have used the whole reserve."""
+        """The unusual modules whose tags exceeded the limit. True if a module was allowed the whole reserve."""
         self._has_warned = False
         self.degrees: dict[Site, float] = {}
         """The degrees of the sites that stand out, from the latest call of :meth:`unusual`."""
@@ -92,7 +92,7 @@ class TagBudget:
 
     def shorten(self, found: Mapping[Site, object], tags_of: Callable[[Site], int]) -> None:
         """Set :attr:`is_brief` if no limit was given and the sites of a record have too many tags."""
-        if self._is_given or self.is_brief or self._sites.keys() >= found.keys():  # the last is the usual case
+        if self._is_given or self.is_brief or self._sites.keys() >= found.keys():  # the last condition usually holds
             return
         if self._stages * sum(map(tags_of, found)) > _WHOLE:
             self.is_brief, self.max_tags = True, _SELECTION
@@ -316,7 +316,7 @@ def _module_of(site: Site) -> str:
     return site.name + split_call(site.path)[1]
 
 
-_DENSE = 16  # the number of histograms each time the number of records doubles; the first 32 records have all
+_DENSE = 16  # the number of histograms per doubling of the number of records; the first 32 records all have histograms
 
 
 class SinkFormatter:
@@ -334,8 +334,8 @@ class SinkFormatter:
         statistics: The scalars to show. Scalars of extra reductions are always shown.
         curves: ``"main"`` shows one curve for each module instead of the default statistics of all sites. Statistics
             that the user chose are shown in any case. ``"all"`` shows all statistics.
-        histograms: True to write histograms for the first 32 records of each stage, and then less often: 16 times each
-            time the number of records doubles. TensorBoard shows at most 51 histograms of a tag, and histograms take
+        histograms: True to write histograms for the first 32 records of each stage, and then less often: for 16 records
+            per doubling of the number of records. TensorBoard shows at most 51 histograms of a tag, and histograms take
             most of the space of its file.
         budget: A limit on the number of tags, which chooses the sites to write.
         numbered: Begin the name of each module in a tag with its position in the order of execution, as in
@@ -426,7 +426,7 @@ class SinkFormatter:
             sink.write_scalars(found.step, RankedScalars(new, scalars.degrees, scalars.named))
 
     def _scalars(self, found: Table) -> tuple[dict[str, float], _Plan]:
-        """Return the scalars of a record and its plan. Tags have ranks if modules are left out or named by findings."""
+        """Return the scalars of a record and its plan. They are ranked if modules are left out or in findings."""
         names = self.named()
         if self._budget is not None:
             self._budget.named = names
@@ -435,7 +435,7 @@ class SinkFormatter:
         names = set(recorded(names, (site.name for site in plan.tags)).values()) if names else names
         named = list(dict.fromkeys(tag for site, tag in plan.tags.items() if site.name in names)) if names else []
         if self._budget is not None and not self._budget.is_complete:
-            # The shown sites are too few to be compared only with each other.
+            # The shown sites are too few to be compared only with each other, so pass the degrees from all sites.
             degrees = self._budget.degrees
             known: dict[str, float] = {}
             for site, tag in plan.tags.items():
@@ -494,7 +494,7 @@ class SinkFormatter:
         return _Plan(found.schema, found.lacking, shown, *scalars, histograms, sites, rows, size)
 
     def _candidates(self, found: Table) -> list[int]:
-        """Return the rows of the sites that may be shown. The inputs of losses are only in the records."""
+        """Return the rows of the sites that may be shown. The inputs of losses are never shown, only recorded."""
         rows = found.schema.losses[0].tolist()
         return [row for row in rows if not self._is_brief or _is_main(found.sites[row], found)]
 
@@ -528,7 +528,7 @@ class SinkFormatter:
 
     @property
     def _main_statistics(self) -> tuple[str, ...]:
-        """The statistics to show: those that the user asked for, or the main ones in a brief selection."""
+        """The statistics to show: the requested ones, or the main statistics in a brief selection."""
         if not self._is_brief or self.statistics != DEFAULT_STATISTICS:
             return self.statistics
         return ("rms",) if self._is_of_parameters else ("rms", "zero_fraction")
@@ -547,7 +547,7 @@ class SinkFormatter:
             is_leading = leading[self._whole_of(found.sites[row])] == row
             main = self._main_curve(found, row) if is_leading else ()
             further = [name for name in further if name != _RATIO]
-        # The statistics across ranks need several ranks.
+        # A requested statistic across ranks is missing in ``names`` if there is only one rank.
         return list(dict.fromkeys([*(name for name in main if name in names), *further]))
 
     def _main_curve(self, found: Table, row: int) -> tuple[str, ...]:
@@ -594,7 +594,7 @@ class SinkFormatter:
         return _module_of(site)
 
     def _write_overflow(self, sink: Sink, found: Table) -> None:
-        """Write the sites of an overflow in a skipped optimizer step. The other statistics have no meaning."""
+        """Write the counts of NaN and infinities of a skipped optimizer step. Its other statistics have no meaning."""
         scalars = {f"{self._label}/overflow_steps": float(found.about["overflow_steps"])}
         for site, seen in found.without_bins().items():
             if any(seen.scalars[name] for name in _BAD):

@@ -39,7 +39,7 @@ class RecordConsumer(ABC):
     """
 
     takes_samples: ClassVar[bool] = False
-    """True to receive the records of the first batches of evaluations, too."""
+    """True to receive, in addition, the records of the first batches of evaluations."""
     reports_divergence: ClassVar[bool] = False
     """True if the consumer reports ranks that differ. The pipeline then gives no warning about them."""
 
@@ -49,7 +49,7 @@ class RecordConsumer(ABC):
 
     @abstractmethod
     def on_record(self, found: Table) -> None:
-        """Receive a record: the statistics of its sites in module order, possibly none, and its facts."""
+        """Receive a record: the statistics of its sites in module order, and its facts. It may have no sites."""
 
     def flush(self) -> None:  # noqa: B027 - most hold nothing back
         """Write the data that :meth:`on_record` has held back. Called after one or more records, before the receipt."""
@@ -112,7 +112,7 @@ class RecordPipeline:
         self._name, self._log = name, log
         self._has_receipt = False
         self._directory: Path | None = None
-        # A cache: the inputs of the facts of the latest record, and these facts. They rarely change.
+        # A cache of the facts about the latest record, with the inputs of their computation. The inputs rarely change.
         self._known: tuple[Coverage | None, Mapping[str, Any], Coverage] | None = None
         self._interval: int | None = None
         self._derive = derive
@@ -219,7 +219,7 @@ class RecordPipeline:
             batch.is_sealed.set()
 
     def _submit(self, job: Callable[[], object]) -> None:
-        """Queue a job after the previous records and jobs, and raise the error of an earlier one."""
+        """Queue a job after the previous records and jobs, and raise the error of an earlier job, if any."""
         self._seal()
         self._queue.submit(partial(self._run, job))
 
@@ -304,7 +304,8 @@ class RecordPipeline:
             return
         before = self._written_bytes
         tables = list(self._tables(batch))
-        # On a disk that is nearly full, the events of many records would take the space of the record files.
+        # On a disk that is nearly full, the events of many records would take the space of the record files. Each
+        # record is then written to all files before the next one.
         joins = self._directory is None or fits(self._directory, 2 * _MOST_JOINED_BYTES)
         try:
             with self.sink.joined() if joins and self.sink is not None else nullcontext():
@@ -391,7 +392,7 @@ class RecordPipeline:
             warn(f"{self._name} writes no more {consumer}: {describe_error(error)}")
 
 
-_LEFT_OUT = ("calls", "diverged", "is_sample")  # if they are empty or False
+_LEFT_OUT = ("calls", "diverged", "is_sample")  # the entries that are left out if they are empty or False
 
 
 class RecordFile(RecordConsumer):
@@ -439,7 +440,7 @@ class RecordFile(RecordConsumer):
 
     @override
     def flush(self) -> None:
-        if self._held and not self._has_begun:  # the file begins with the first record: no file without records
+        if self._held and not self._has_begun:  # without records, no file is created
             self._has_begun = True
             self._begin(settings=dict(self._settings))
             self._header_bytes = self._writer.written_bytes

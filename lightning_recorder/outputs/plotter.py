@@ -26,7 +26,7 @@ from lightning_recorder.taps import Site
 
 __all__ = ["DrawingTime", "Plotter"]
 
-_FIRST = 10  # plots are drawn after this number of records, then after twice as many, and so on, to limit event files
+_FIRST = 10  # plots are drawn after 10, 20, 40, … records, to limit the size of event files
 
 _MOST_SITES = 1000
 _SHOWN_BYTES = 2**22  # images are collected and written together once their pixels take this many bytes
@@ -97,15 +97,16 @@ class Plotter(RecordConsumer):
     """Draws plots of the recorded history.
 
     The plots are drawn at the end of the run and, in a long run, after 10, 20, 40, … records, as far as
-    :class:`DrawingTime` allows. During a run, another process draws the plots. Its start takes a few seconds of
-    processor time, so runs of less than two or three minutes have plots only at the end.
+    :class:`DrawingTime` allows. During a run, another process draws the plots. Starting that process takes a few
+    seconds of processor time, so runs of less than two or three minutes have plots only at the end.
 
     Args:
         group: The kind of tensors: ``"activations"``, ``"gradients"`` or ``"parameters"``.
         tags: The first part of the tags, by default the group.
-        every: Draw after every ``every``-th record instead, in the calling thread and without a time limit.
-        max_images: The maximum number of plots of single sites over time, and of pictures of statistics of more than
-            one number.
+        every: Draw after every ``every``-th record instead of after 10, 20, 40, … records. The calling thread then
+            draws, without a time limit.
+        max_images: The maximum number of plots of single sites over time. It also limits the pictures of statistics
+            that are tensors.
         statistics: The statistics to draw as heat maps, in addition to the statistics of extra reductions. By default,
             a small selection.
         show: A callback that receives the step and the images by tag. It returns the number of bytes written, or None
@@ -199,7 +200,7 @@ class Plotter(RecordConsumer):
                 self._histories[part] = PlotHistory(
                     statistics=tuple(dict.fromkeys((*self._heat_maps[part], *_COMPARED))),
                     conspicuous=self._heat_maps[part],
-                    max_histograms=0 if part.endswith("_grad") else self._max_images,  # their histograms are not drawn
+                    max_histograms=0 if part.endswith("_grad") else self._max_images,  # gradients have no histograms
                 )
             if len(sites) > _MOST_SITES:
                 self._leave_out(sites, found, is_new=is_new)
@@ -207,7 +208,7 @@ class Plotter(RecordConsumer):
             yield part, _Rows(kept, np.array([schema.rows[site] for site in kept], dtype=np.int64))
 
     def _statistics_of(self, part: str, columns: Sequence[str]) -> tuple[str, ...]:
-        """Return the statistics to draw as heat maps: the requested ones, and those of extra reductions."""
+        """Return the statistics to draw as heat maps: the requested statistics and all of extra reductions."""
         asked = self._statistics or _HEAT_MAPS[part]
         further = (name for name in columns if name not in (*SHOWN_STATISTICS, *SETTINGS))
         return tuple(dict.fromkeys((*asked, *further)))
@@ -276,7 +277,7 @@ class Plotter(RecordConsumer):
         self._due = 2 * self._records
 
     def wait(self) -> None:
-        """Wait for the drawing in the other process. It is shown with the next record."""
+        """Wait for the drawing in the other process. The images are shown with the next record."""
         if self._started is not None:
             self._started.process.wait()
 
@@ -317,7 +318,7 @@ class Plotter(RecordConsumer):
     @override
     def finish(self) -> None:
         started, self._started = self._started, None
-        if started is not None:  # discard the drawing in progress, because the last drawing shows more
+        if started is not None:  # discard the drawing in progress, because the final drawing shows more records
             with suppress(OSError):
                 started.process.finish()
         if self._drawn < self._records:

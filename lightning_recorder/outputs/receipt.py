@@ -43,7 +43,7 @@ _FEW_NAMES = 3  # the maximum number of names in a summary
 Unit = TypeVar("Unit", bound=Hashable)
 
 _FEWEST = 3  # the minimum number of records without a unit before a change is reported
-_LONG_RUN = 20  # an unbroken run of more records than this counts as this many
+_LONG_RUN = 20  # a longer stretch of consecutive records with a unit counts as this many records
 _UNLIKELY, _UNLIKELY_AT_END = 1e-4, 1e-3
 
 _GRAD = ".grad"
@@ -64,7 +64,7 @@ class _Presence:
     longest_run: int = 0
     is_present: bool = True
     has_stopped: bool = False
-    """True if the stop has already been returned."""
+    """True if the unit has already been reported as stopped."""
 
 
 class PresenceHistory(Generic[Unit]):
@@ -72,12 +72,12 @@ class PresenceHistory(Generic[Unit]):
 
     A unit has *started* late if at least 3 records came before its first one.
 
-    A unit has *stopped* if its current gap, the number of latest records without it, meets all of these conditions. The
-    gap is at least 3 records, longer than its longest gap before, and longer than its longest unbroken run of records
-    before (counted as 20 if it is longer). If the unit occurred at random with its observed frequency, the probability
-    of such a gap would be below 0.01 %. Branches that alternate or are taken at random therefore do not count as
-    stopped. At the end of the run, the condition on unbroken runs is dropped, and the limit of the probability is
-    0.1 %.
+    The gap of a unit is the number of records since its last one. A unit has *stopped* if the gap is at least 3 records
+    and longer than each earlier gap. The gap must also be longer than each earlier stretch of consecutive records with
+    the unit, where a stretch counts as at most 20 records. Finally, the gap must be unlikely: if the unit occurred at
+    random with its observed frequency, the probability of such a gap would be below 0.01 %. Branches that alternate or
+    are taken at random therefore do not count as stopped. At the end of the run, the condition on stretches is dropped,
+    and the limit of the probability is 0.1 %.
 
     Each unit starts late or stops at most once.
 
@@ -205,13 +205,13 @@ class CoverageReport:
     """A summary of the recorded modules of a run so far, and of the costs of recording."""
 
     step: int  # the first recorded step
-    sites: Mapping[str, list[str]]  # the recorded paths by module name
+    sites: Mapping[str, list[str]]  # the paths of the recorded tensors by module name
     missing: Mapping[str, str]  # the reasons for missing records by module name, the most important reasons first
     state_bytes: int  # the size of the states on the devices of one rank, in bytes
     every_n_train_steps: int  # the recording interval, in steps
     records_per_1000_steps: int  # the number of records in 1000 steps at this interval
     recording_ms: float = 0.0  # the time that the training thread spent in the hooks of the first step, in milliseconds
-    flush_ms: float = 0.0  # the time that it spent on copying, merging and handing over the results, in milliseconds
+    flush_ms: float = 0.0  # the time of that thread for copying, merging and queueing the results, in milliseconds
     # The time that each option takes in the hooks of a recorded step, in milliseconds on the host. The keys are option
     # names of :func:`~lightning_recorder.default_recorders` or names of reductions in ``extra``. The time is the mean
     # over all records but the first, which takes longer. In the file, it is updated after 10, 20, 40, … records and at
@@ -344,7 +344,7 @@ class CoverageHistory:
     """Keeps a receipt up to date over the records of a run, and reports each change once.
 
     A change means that a module has stopped or started late, as defined by :class:`PresenceHistory`. If the gradients
-    of parameters are recorded, a change means that the gradient of a parameter has stopped or started late.
+    of parameters are recorded, a change means instead that the gradient of a parameter has stopped or started late.
     """
 
     def __init__(self) -> None:
@@ -433,7 +433,7 @@ class CoverageHistory:
     def _make_changes(
         self, step: int, started: list[str], gone: dict[str, tuple[str, int]], what: str, noun: str
     ) -> list[Change]:
-        """Group the modules or parameters that changed in the same way into one change each."""
+        """Return one change for each group of modules or parameters that changed in the same way."""
         changes = []
         if started:
             why = f"the {self.records - 1} records before have none"
@@ -463,7 +463,7 @@ def _paths_by_module(sites: Iterable[Site]) -> dict[str, list[str]]:
 
 
 def _listed(names: Sequence[str], noun: str) -> str:
-    """Return a few modules or parameters by name. Many with the same parent module are counted instead.
+    """Return a text with a few names of modules or parameters, or their number if many have a common parent.
 
     Example:
         >>> _listed(["decoder.0", "decoder.1"], "modules")
@@ -501,8 +501,8 @@ class ReceiptWriter:
     The receipt is complete with the first record. It is written again when the recorded modules change, after 10, 20,
     40, … records, and at the end of the run.
 
-    ``logged_bytes`` returns the estimated number of bytes passed to the loggers after a number of records, in addition
-    to the records themselves.
+    ``logged_bytes`` is a function of the number of records. It returns the estimated number of bytes that the loggers
+    receive in addition to these records.
     """
 
     def __init__(self, *, name: str, log: Callable[[str], object], logged_bytes: Callable[[int], int]) -> None:
@@ -580,7 +580,7 @@ class ReceiptWriter:
             self._update_size()
 
     def finish(self) -> None:
-        """Update the receipt at the end of the run, and write it to the sink again if there were further records."""
+        """Update the receipt at the end of the run, and write it to the sink again if records followed the first."""
         self._update_size()
         if self._history is None or self._receipt is None:
             self.flush()

@@ -27,17 +27,17 @@ _JOINED = {
     "attention_max_logit": "head",
     "router_load": "expert",
 }
-"""The drawn statistics of attention heads and experts. One picture shows a statistic in all layers."""
+"""The statistics with one picture for all layers, and the word for a row of the picture."""
 _MOST_CHANNELS = 4096  # longer vectors have no heat map
 
 
 class TensorPictures:
-    """Keeps the statistics of more than one number over a run, and draws them.
+    """Keeps the statistics that are tensors with several elements over a run, and draws them.
 
     A vector is drawn as a heat map with a row for each entry, such as a channel, and a column for each step. Matrices
-    and images are drawn from the latest record. A tensor with three dimensions has a panel for each index of the first
-    one. Empty tensors are not drawn. The heads of all attention layers share one picture for each statistic, with a row
-    for each head. The experts of all routers share pictures in the same way.
+    and images are drawn from the latest record. A tensor with three dimensions is drawn as one panel for each index of
+    its first dimension. Empty tensors are not drawn. The heads of all attention layers share one picture for each
+    statistic, with a row for each head. The experts of all routers share pictures in the same way.
 
     At most ``max_images`` pictures are drawn, for evenly spaced sites of the first record that has such statistics.
     """

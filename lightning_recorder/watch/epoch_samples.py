@@ -91,7 +91,7 @@ class Sketch:
         return found / max(1, len(self.counts))
 
     def common(self, other: Sketch) -> tuple[int, int]:
-        """Return the number of keys that both sketches could have counted, and how many of these both have."""
+        """Return the number of keys below the limits of both sketches, and how many of them the other sketch has."""
         limit = min(self.limit, other.limit)
         own = [key for key in self.counts if key < limit]
         return len(own), sum(key in other.counts for key in own)
@@ -160,7 +160,7 @@ class EpochSamples:
         self._classes: NDArray[np.int64] | None = np.zeros(_MOST_CLASSES, dtype=np.int64)
 
     def add(self, batch: BatchSamples, step: int) -> None:
-        """Add a batch. Most attributes include it only after :meth:`count` or :meth:`facts`."""
+        """Add a batch. Most attributes include the batch only after :meth:`count` or :meth:`facts`."""
         self.first_step = self.first_step if self.batches else step
         self.last_step = step
         self.batches += 1
@@ -339,7 +339,7 @@ class RankSamples:
 
 def compare_ranks(ranks: Sequence[RankSamples]) -> RankFacts | None:
     """Compare the samples of ranks in the same steps. Return None if there is nothing to compare."""
-    parts = {each.rank: each for each in ranks}  # ranks of one tensor-parallel group have the same samples
+    parts = {each.rank: each for each in ranks}  # one rank per tensor-parallel group, whose ranks have the same samples
     steps = sorted(set.intersection(*(set(each.steps) for each in parts.values()))) if parts else []
     if len(parts) < 2 or not steps:
         return None
@@ -426,7 +426,7 @@ def _sent(sketch: Sketch) -> tuple[int, frozenset[int]]:
 
 def compare_epochs(ranks: Sequence[RankEpoch]) -> EpochOfRanks | None:
     """Compare the samples of ranks in an epoch. Return None if there is nothing to compare."""
-    parts = {each.rank: each for each in ranks}  # ranks of one tensor-parallel group have the same samples
+    parts = {each.rank: each for each in ranks}  # one rank per tensor-parallel group, whose ranks have the same samples
     if len(parts) < 2 or len({each.epoch for each in parts.values()}) > 1:
         return None
     compared, shared = _common([(each.limit, each.keys) for each in parts.values()])

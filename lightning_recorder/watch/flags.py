@@ -40,8 +40,8 @@ class StepFlags:
         """Return the module with the first bad value, and the index of its batch in the step. Waits for the device.
 
         The first NaN takes precedence over infinities, because masks contain infinities. Positive infinities directly
-        before the NaN are its cause, so the first of these is returned. In the backward pass, the module is the last
-        one whose output still had a finite gradient.
+        before the NaN are its cause, so the module of the first of these infinities is returned. In the backward pass,
+        the module is the last one whose output still had a finite gradient.
         """
         values = [] if self.values is None else self.values.tolist()
         first = next((index for index, value in enumerate(values) if math.isnan(value)), None)

@@ -37,7 +37,7 @@ __all__ = ["Counters", "KeptBatch", "StateKeeper", "are_written", "batch_version
 _NUMBERS = (int, float, bool)
 _SKIPPED = (str, bytes, type, ModuleType, Tensor, nn.Module)
 _FOREIGN = ("torch", "lightning", "pytorch_lightning", "numpy")  # objects of these packages are not searched
-# Exact types only: reading a missing key may change a subclass.
+# Exact types only: reading a missing key may change an instance of a subclass, such as a defaultdict.
 _CONTAINERS = (dict, list, OrderedDict, Counter)
 _MOST_ENTRIES = 64  # longer lists and dictionaries are not searched
 _DEEPEST = 6

@@ -80,15 +80,16 @@ class _Measured:
 
 
 class ParameterCopies:
-    """Copies the parameters, with ``"auto"`` so rarely that copying costs nearly nothing.
+    """Copies the parameters before optimizer steps. With ``"auto"``, copying takes at most 1 % of the time.
 
     With ``"auto"``, two copies are kept, so that nothing waits for the device. The older copy is overwritten once the
     values of all steps before the newer copy have arrived. Copies are only kept if both together take less than a tenth
     of the free memory of the device. The time of the first copies is measured. If a copy takes more than 1 % of the
     time of a step, the parameters are copied every few steps, so that the average stays below 1 %. A step between two
-    copies is run again with the older copy.
+    copies is run again with the older of the two copies.
 
-    With ``True``, one copy is kept and taken before each step. The caller then waits for the values of the step before.
+    With ``True``, one copy is kept and taken before each step. The caller then waits for the values of the previous
+    step.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class ParameterCopies:
             self.every = 0  # a step with sharded parameters communicates, so it cannot be run again
 
     def latest(self, step: int) -> KeptParameters | None:
-        """Return the newest copy from before this optimizer step, taken at this step or earlier; None without one."""
+        """Return the newest copy that was taken before this optimizer step or an earlier one; None if there is none."""
         return next((each for each in reversed(self._copies) if each.step <= step), None)
 
     def is_due(self, step: int) -> bool:

@@ -117,9 +117,9 @@ class Origin:
     # The operation, such as ``"log"``; in the backward pass, the operation whose gradient was computed. Empty if it is
     # unknown.
     operation: str
-    line: str  # the line of code of the operation, in the backward pass that of the forward operation; may be empty
-    # the tensor that was already bad, such as ``"batch[0]"`` or ``"parameter head.weight"``; empty if the inputs were
-    # finite
+    line: str  # the line of code of the operation or, in the backward pass, of the forward operation; may be empty
+    # the tensor that was bad before the step, such as ``"batch[0]"`` or ``"parameter head.weight"``; empty if the
+    # inputs were finite
     source: str
     kind: str  # ``"NaN"``, or ``"inf"`` if there was no NaN
     count: int  # the number of bad values
@@ -247,7 +247,8 @@ class OriginTrace(TorchDispatchMode):
 
     def _chosen(self, chain: list[int]) -> Origin:
         event = self._first_of(chain)
-        # Functions such as tanh hide an infinity from the loss, but not from the gradient.
+        # Functions such as tanh hide an infinity from the loss, but not from the gradient. The origin of a bad gradient
+        # may therefore be in the forward pass.
         earlier = self._results.get(event.place.number) if event.backward else None
         if earlier is not None and not self._events[earlier].is_explicit and not self._events[earlier].causes:
             event = self._events[earlier]
@@ -371,13 +372,13 @@ class OriginTrace(TorchDispatchMode):
     # Places.
 
     def _place(self) -> _Place:
-        """Return the place of the current operation, and keep it for the backward pass of the operation."""
+        """Return the module call and the line of the current operation, and keep them for its backward pass."""
         if in_backward() and not self._stack:
             node = current_node()
             place = replace(self._behind(node), node=_operation_of(node)) if node is not None else _Place()
         else:
             inner = self._stack[-1] if self._stack else _Place()
-            # Autograd creates the node of an operation before it runs the operation.
+            # Autograd creates the node of an operation before it runs the operation, so the last number is the node's.
             place = _Place(inner.module, inner.call, line_of_user(), number=sequence_number() - 1)
         if torch.is_grad_enabled():
             self._nodes.setdefault(sequence_number() - 1, place)

@@ -67,8 +67,8 @@ class Reading:
 
     step: int  # the step, as counted by ``self.log``
     epoch: int
-    # the mean of the losses of the batches, or with manual optimization the sum of all losses passed to the backward
-    # pass, a tensor without dimensions, or None
+    # the mean of the losses of the batches, as a tensor without dimensions; with manual optimization, the sum of all
+    # losses that had a backward pass; None without a loss
     loss: Tensor | None
     # the norm of all gradients that the optimizers used: a tensor without dimensions, a number if the norm is already
     # on the host, or None
@@ -117,7 +117,7 @@ class Reading:
         else:
             loss = math.nan if self.loss is None else float(self.loss.float())
             self.values = loss, math.nan if self.norm is None else float(self.norm)
-        # Same as is_bad, with two Python calls less in each step.
+        # Same as is_bad, with two fewer Python calls in each step.
         loss, norm = map(math.isfinite, self.values)
         return not ((loss or self.loss is None) and (norm or self.norm is None))
 
@@ -142,7 +142,8 @@ class ReadingQueue(Generic[_Any]):
 
     def __init__(self, device: torch.device, most_batches: int = _MOST_WAITING) -> None:
         module = torch.get_device_module(device) if device.type not in ("cpu", "meta") else None
-        # On other devices, nothing shows that a non-blocking copy to the host is incomplete.
+        # On other devices, nothing shows that a non-blocking copy to the host is incomplete, so their values are copied
+        # by a blocking read.
         self._event: Any = getattr(module, "Event", None) if device.type in ("cuda", "xpu") else None
         self._pins = self._event is not None
         self._most_batches = most_batches
@@ -176,7 +177,7 @@ class ReadingQueue(Generic[_Any]):
             self._waiting[-1 - self._most_batches][0].forget()
 
     def take(self, *, wait: bool = False) -> list[_Any]:
-        """Return the readings that have arrived, in order."""
+        """Return the readings that have arrived, in order. With ``wait``, wait until all have arrived."""
         if self._event is None and (wait or len(self._waiting) >= _MOST_WAITING):
             return self._read_all()
         found = []

@@ -48,7 +48,7 @@ __all__ = ["Differences", "ReplicaValues", "Replicas", "WatchedRanks", "compare_
 
 _FIRST_STEPS = (1, 3, 10, 30, 100, 300)
 _EVERY = 1000
-_SUMS = 8  # the number of signed sums of a tensor, which show how far it differs
+_SUMS = 8  # the number of signed sums of a tensor, from which its difference between ranks is estimated
 _MOST_LISTED = 8  # the maximum number of ranks that are listed for a group
 _MOST_COLUMNS, _MOST_ROWS = 96, 64  # the maximum numbers of tensors and ranks in the strip
 _ENOUGH_COLUMNS = 40  # if fewer tensors differ, the strip also shows some equal tensors
@@ -87,7 +87,7 @@ class ReplicaValues:
 
 
 class _Arriving:
-    """The numbers of a rank during their copy from the device. Pickling waits for them, in a background thread."""
+    """The numbers of a rank during their copy from the device. Pickling, in a background thread, waits for it."""
 
     def __init__(
         self, rank: int, names: NDArray[np.uint32], parts: Sequence[int], numbers: Tensor, values: Tensor
@@ -248,7 +248,7 @@ class _Column(NamedTuple):
 def compare_replicas(names: Sequence[str], kinds: Sequence[str], ranks: Sequence[ReplicaValues]) -> Differences:
     """Compare the checksums of ranks."""
     about, columns = _checksums(names), dict[int, _Column]()
-    # A rank with states that the first rank lacks has stepped: an optimizer may keep each state on one rank only.
+    # A rank with states that the first rank lacks is not idle: an optimizer may keep each state on one rank only.
     gradients = _checksums([f"{name}.grad" for name, kind in zip(names, kinds, strict=True) if kind == "parameter"])
     without_own = {each.rank for each in ranks if np.isin(each.names, [*about, *gradients]).all()}
     ranks = [_aligned(each, about) for each in ranks]
@@ -519,7 +519,7 @@ class WatchedRanks:
         value: object = None
         try:
             value = self._replicas.values(has_stepped=has_stepped)
-        finally:  # otherwise the first rank would mistake a later object for this one
+        finally:  # send None after an error, or the first rank would mistake a later object for this one
             # A rank that has left the loop never sends its values, so only the channel waits, not the training.
             self._pending.append((self._submit(value), step, self._replicas.about))
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 __all__ = ["JUMP", "LEAST", "RECENT", "Rise", "SpikeDetector"]
 
 LEAST = 20
-"""The number of values before the first spike."""
+"""The number of first values of a series that are never spikes."""
 
 RECENT = 10
 """The number of latest values that a spike must exceed by the factor :data:`JUMP`."""
@@ -24,7 +24,7 @@ _DEVIATIONS = 5.0
 _NORMAL = 0.6745  # the median absolute deviation of a normal distribution of unit variance
 _SMALLEST = 1e-12
 _SHARE = 1e-3  # values below this share of the first values count as zero and are no spikes
-_STAYS = 50  # in the second half of this number of steps after a spike, the series must have fallen again
+_STAYS = 50  # a spike stays if the series is still high in the second half of this many steps after it
 _RISEN = 5.0
 _USUAL = 2.0
 _FALLEN = 1e4
@@ -37,7 +37,7 @@ class Rise(NamedTuple):
     """The usual value before the rise."""
     last: float
     steps: int
-    """The number of latest values above twice the usual one."""
+    """The number of latest values above twice the usual value."""
 
 
 class SpikeDetector:
@@ -68,11 +68,11 @@ class SpikeDetector:
         self._count, self._first = 0, math.nan
         self._largest = 1.0  # the largest magnitude of the first values, at least 1
         self._at_first = 0.0  # the largest of the first values
-        self._peak, self._usual, self._age = math.inf, math.nan, 0  # value, median before and age of the last spike
+        self._peak, self._usual, self._age = math.inf, math.nan, 0  # the last spike: value, median before, age
 
     @property
     def median(self) -> float:
-        """The running median; NaN before the first value. Sorts the last values."""
+        """The running median; NaN before the first value. Each access sorts up to 101 values."""
         return sorted(self._values)[len(self._values) // 2] if self._values else math.nan
 
     def share(self, value: float) -> float:
@@ -95,7 +95,7 @@ class SpikeDetector:
         return Rise(self._first, self._values[-1], self._count - 1) if has_fallen else None
 
     def rise(self) -> Rise | None:
-        """Return the rise up to the last value, if this is five times the median of the values before the last ten.
+        """Return the rise up to the last value if it is at least five times the median of all but the last ten values.
 
         In a short series, the last value is compared with the first one.
         """
@@ -146,7 +146,7 @@ class SpikeDetector:
         return self.median if value > self.limit and self._is_spike(value) else None
 
     def early_median_below(self, value: float) -> float | None:
-        """Return the running median if a value among the first 20 would be a spike without this exclusion."""
+        """Return the running median if a value would be a spike, but is one of the first 20, which are never spikes."""
         is_candidate = 0 < len(self._values) < LEAST and value > JUMP * self._values[-1]
         return self.median if is_candidate and self._is_spike(value) else None
 

@@ -32,7 +32,7 @@ class StepSeries:
     All steps are written to the records; the sites are ``loss`` and ``grad_norm``, with the statistic ``value``. Steps
     that Lightning logs are also written to the sink, as ``watch/loss`` and ``watch/grad_norm``. Values that the user
     logs are written to the records of the stage ``logged``, with a site for each name. A background thread writes each
-    step at most half a second later, together with the steps since then.
+    step at most half a second after it was added, together with the steps added meanwhile.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ _WHY_LOW = "The loss is low, so that a single sample that does not fit makes mos
 _WHY_SMALL = "The usual loss is close to zero, so that one sample that does not fit is many times as much."
 _NEXT_SMALL = "Nothing, if the loss comes back. Lower the learning rate towards the end if spikes repeat."
 _WHY_STEEP = "The loss does not rise with the gradient: it is steep here, as at the end of a plateau."
-_MOST_ACTIONS = 60  # the maximum length of a trace, as in other traces
+_MOST_ACTIONS = 60  # the maximum number of steps in a trace, as in other traces
 _AT = " at step "
 _RECENTLY = f"or below {JUMP:g} × the largest of the {RECENT} steps before"
 _COUNTED = f"each above {JUMP:g} × the largest of the {RECENT} steps before it"
@@ -230,7 +230,8 @@ def finding_of_spike(
       plateau.
 
     Args:
-        spikes: ``"loss"`` or ``"gradient norm"``, the value, and the running median before; one or both.
+        spikes: For each series with a spike: ``"loss"`` or ``"gradient norm"``, the value, and the running median
+            before it.
         reading: The step.
         factor: A spike is at least this many times the median.
         is_clipped: True if the trainer clips gradients after their norm is measured.
@@ -238,7 +239,7 @@ def finding_of_spike(
         highest: The largest gradient norm of the steps before.
         is_usual: True if the loss is not above the losses of the steps before, and no single sample makes the spike.
         rank: Same as in :func:`finding_of_origin`.
-        usual_rows: The number of samples of other steps; 0 if it is not known.
+        usual_rows: The usual number of samples of a step; 0 if it is not known.
         is_early: True if the spike is among the first steps. Such a spike is only reported if a single sample makes it.
     """
     where = _batches(reading.indices, reading.epoch) + rank
@@ -284,7 +285,7 @@ def with_row(
     """Return a finding about a step extended by the sample that caused it, such as ``"row 4,711 of …"``.
 
     ``what`` is ``"loss"`` or ``"gradient norm"``; ``value`` and ``without`` are its values with and without the sample.
-    If other samples are bad as well, both are measured on ``others`` other samples instead of the whole batch.
+    If other samples are bad as well, both values are measured on ``others`` other samples instead of the whole batch.
     ``about`` compares the values of the sample with the rest of the batch.
     """
     numbers = {}
@@ -324,7 +325,7 @@ def with_batch(finding: Finding, rows: list[int]) -> Finding:
 
 
 def with_spike(finding: Finding, spike: Finding) -> Finding:
-    """Return the finding about earlier spikes merged with a later one: the number of spikes, the first, the largest.
+    """Return the finding about earlier spikes merged with a later spike: their number, the first, the largest.
 
     If ``spike.records`` is 0, ``spike`` is a larger value within the last spike. If ``spike`` is not a note, the result
     is a warning.
@@ -428,7 +429,7 @@ def _finding(
 
 
 def _batches(indices: Sequence[int], epoch: int) -> str:
-    """Return the text for the batches of a step. With gradient accumulation, a step has several."""
+    """Return the text for the batches of a step. With gradient accumulation, a step has several batches."""
     first, last = (min(indices), max(indices)) if indices else (0, 0)
     several = f"batches {first} {'and' if last == first + 1 else 'to'} {last}"
     return f"{several if last > first else f'batch {first}'} of epoch {epoch}"

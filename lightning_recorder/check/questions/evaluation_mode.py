@@ -1,6 +1,6 @@
 """Find modules that are in training mode during evaluation, or in evaluation mode during training.
 
-In evaluation mode, no dropout may be active and every module must be in evaluation mode. In training, modules with
+During evaluation, no dropout may be active and every module must be in evaluation mode. In training, modules with
 parameters, dropout or BatchNorm must be in training mode: a model that was loaded for inference often stays in
 evaluation mode. Two evaluations of one batch must be equal, unless the model draws random numbers on purpose.
 """

@@ -2,7 +2,8 @@
 
 Each tensor of the batch is permuted among the samples. The prediction must change for at least one tensor. For
 floating-point inputs, the gradient shows channels and features without influence. A second pass, in which only these
-are permuted, confirms the result. For sequences, blocks of positions are permuted one after another.
+channels or features are permuted, confirms the result. For sequences, blocks of positions are permuted one after
+another.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def _unused_features(bench: Bench, found: Influences) -> list[str]:
         gradient = _gradient(bench, found, name) if kinds else None
         for dim, kind in enumerate(kinds if gradient is not None else (), 1):
             places = _places(gradient, tensor, dim)
-            # A strided convolution may not use the last row.
+            # A strided convolution may not use the last row, so a few unused rows or columns are no fault.
             few = kind in ("row", "column") and 4 * len(places) < tensor.shape[dim]
             if places and not few and not _matters(bench, found, name, places, dim):
                 listed = ", ".join(map(str, places[:_FEW])) + (" …" if len(places) > _FEW else "")

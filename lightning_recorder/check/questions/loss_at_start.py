@@ -24,7 +24,7 @@ __all__ = ["QUESTION"]
 
 _WIDE = 2.0  # a multiple of the expected cross entropy
 _FAR = 100.0  # a multiple of the spread of the targets, or of the size of the predictions
-_MANY = 8  # the minimum number of values for a spread
+_MANY = 8  # the minimum number of values to measure a spread
 _SHAPES = ("view", "unsafe_view", "squeeze", "unsqueeze", "reshape_alias", "transpose", "permute", "to_copy", "t")
 
 
@@ -43,7 +43,7 @@ def answer(bench: Bench) -> Answer:
 
 
 def _of_form(call: LossCall) -> Answer | None:
-    """Return an answer if the form of a prediction does not fit its loss, otherwise None."""
+    """Return an answer if the function that made a prediction does not fit its loss, otherwise None."""
     made_by, prediction = _made_by(call.prediction), call.prediction.detach().double()
     if call.name == "cross_entropy" and made_by in ("softmax", "sigmoid"):
         text = f"cross_entropy expects logits, but receives the result of {made_by}: it applies a softmax of its own"

@@ -1,8 +1,8 @@
 """Find trained parameters that do not learn.
 
 A parameter that requires a gradient must be in an optimizer, must get a nonzero gradient in one of a dozen steps, and
-must change in its number format. A gradient that is zero only in the first step is not a fault: it occurs in the first
-matrix of LoRA, and in blocks followed by a projection that is initialized to zero.
+must change: in its dtype, an update may be rounded to nothing. A gradient that is zero only in the first step is not a
+fault: it occurs in the first matrix of LoRA, and in blocks followed by a projection that is initialized to zero.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _of(optimizer: object) -> list[object]:
 
 
 def _of_gradients(bench: Bench) -> Answer:
-    """Return the answer for manual optimization from the gradients alone, since no optimizer steps."""
+    """Return the answer for manual optimization. Only gradients are compared, because no optimizer is run."""
     gradients = bench.first_gradients
     silent = [name for name, each in gradients.items() if each is None or not bool(each.any())]
     if len(silent) == len(gradients):

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["QUESTION"]
 
-_OTHER, _STRANGE = 4.0, 30.0  # limits of the ratio of the standard deviations
+_OTHER, _STRANGE = 4.0, 30.0  # limits of the ratio of the standard deviations of training and validation
 _SMALL, _LARGE = 0.01, 1000.0  # the limits of the root mean square of an input
-_MANY = 64  # the minimum number of values for a scale
+_MANY = 64  # the minimum number of values to measure a scale
 
 
 def answer(bench: Bench) -> Answer:

@@ -4,8 +4,9 @@ The first sample is kept, and all other samples are replaced by copies of it. Th
 not change. The last sample is tested in the same way, because a recurrence along the batch has a direction. In
 training, BatchNorm mixes samples on purpose. In evaluation, nothing may mix samples. Typical causes are a ``view``
 instead of a ``permute``, a softmax along the batch, and a recurrence or an attention along the batch dimension. If the
-samples are permuted, the predictions must be permuted in the same way: with a positional encoding along the batch, they
-also depend on the index of a sample. Finally, the targets must be in the same order as the predictions.
+samples are permuted, the predictions must be permuted in the same way. They are not if a positional encoding along the
+batch makes predictions depend on the index of a sample. Finally, the targets must be in the same order as the
+predictions.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ def _mixing(bench: Bench, rows: int, *, training: bool) -> tuple[float, ModuleCa
         has_rows = tensor.dim() and tensor.shape[0] == rows and rows not in tensor.shape[1:]
         return tensor[[0, -1]] if has_rows else None
 
-    # One sample differs from the copies, because a model that divides by the spread of a batch returns NaN otherwise.
+    # One sample differs from the copies, because a model that divides by a standard deviation over the batch would
+    # return NaN.
     orders = (
         [None, [0, *[1] * (rows - 1)], [*[rows - 2] * (rows - 1), rows - 1]] if rows > 2 else [None, [0, 0], [1, 1]]
     )
