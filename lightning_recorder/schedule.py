@@ -55,9 +55,9 @@ class Schedule:
             recording interval is increased, and the change is logged.
         stages: The stages to record: any of ``"train"``, ``"validate"``, ``"test"`` and ``"predict"``. Each evaluation
             is one record over all of its batches, under ``activations_validate/…`` and so on. The sanity check is not
-            recorded. Without ``"validate"``, only the first batches of validations after 100 steps are recorded, at
-            most one in a hundred, for the findings and the record file. Used by
-            :class:`~lightning_recorder.ActivationRecorder` only.
+            recorded. Without ``"validate"``, at most 1 % of the validation batches after step 100 are recorded, the
+            first ones of each validation, for the findings and the record file. Only
+            :class:`~lightning_recorder.ActivationRecorder` uses this argument.
 
     Raises:
         ArgumentError: If an argument has an invalid value. The message names the argument.

@@ -158,8 +158,8 @@ def with_replacements(replacements: Mapping[str, str]) -> Callable[[Function], F
     """Decorate a function so that the error for an unknown argument has the code to write instead.
 
     Args:
-        replacements: The code to write for arguments of other libraries. If the function takes ``input_kwargs``, the
-            error suggests to pass any other argument to the model.
+        replacements: The code to write for arguments of other libraries. For any other unknown argument, the error
+            suggests to pass the argument to the model, if the function takes ``input_kwargs``.
 
     Raises:
         UnknownArgumentError: When the function is called with an unknown argument.

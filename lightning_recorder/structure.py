@@ -259,7 +259,7 @@ def _memory(value: object) -> int | None:
 
 @contextmanager
 def _foreign_code() -> Iterator[None]:
-    """Protect the training from user code that only the recorder runs: its random numbers and its tensors."""
+    """Protect the training's random numbers and tensors from user code that runs only because of the recorder."""
     numpy: Any = sys.modules.get("numpy")
     python, legacy = random.getstate(), None if numpy is None else numpy.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []

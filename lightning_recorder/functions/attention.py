@@ -33,7 +33,7 @@ class Scores(NamedTuple):
 
     Args:
         largest: The largest score of each query and head; zero for a query that may not attend to any key.
-        block: The numbers of each head, ``[24, heads]``; see ``HEAD_SLOTS``.
+        block: The statistics of each head, ``[24, heads]``; see ``HEAD_SLOTS``.
     """
 
     largest: Tensor
@@ -129,8 +129,8 @@ def _scores(sample: _Sample, padding: Tensor | None = None) -> Scores:
     if hidden is not None:
         deviations.masked_fill_(hidden, 0.0)
     largest = shown.amax(-1)
-    # Numbers of each query that may attend to two keys, [samples, heads, queries]. All are summed in one operation,
-    # because the overhead of an operation exceeds its arithmetic.
+    # Values of each query that may attend to two or more keys, [samples, heads, queries]. All are summed in one
+    # operation, because the overhead of an operation exceeds its arithmetic.
     each_query = {
         "queries": torch.ones_like(entropy),
         "entropy": entropy,

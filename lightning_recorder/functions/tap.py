@@ -305,7 +305,7 @@ class _FunctionMode(TorchFunctionMode):
         self.update()
 
     def update(self) -> None:
-        """Enter or leave the mode as needed. From another thread, this is impossible, and the mode stays inactive."""
+        """Enter or leave the mode as needed. Only the thread of the mode can do this; other threads do nothing."""
         is_wanted = not self._holds and not all(map(_RESTS, self._taps))
         if is_wanted is not self._is_entered and self._thread == get_ident():
             self._is_entered = is_wanted
@@ -480,7 +480,7 @@ class _FunctionTap(Tap):
         """Receive a call of a function that may be part of attention or of a router."""
 
 
-_MOST_TOKENS = 4  # token inputs per step: encoder and decoder, each with positions
+_MOST_TOKENS = 4  # maximum number of token inputs per step: encoder and decoder, each with positions
 
 
 class FunctionOutputTap(_FunctionTap, OutputTap):
@@ -528,13 +528,13 @@ class FunctionOutputTap(_FunctionTap, OutputTap):
         self._pass_on(name, found)
 
     def _shares_of_next(self, target: Tensor, ahead: int) -> list[Tensor]:
-        """Return the largest fraction of targets that are a later token of a token input of the step, if any."""
+        """Return the largest fraction of targets that equal a later token of a token input; empty without inputs."""
         same = [each for each in self._tokens if each.device == target.device]
         shares = [each for each in (share_of_next(target, tokens, ahead=ahead) for tokens in same) if each is not None]
         return [torch.stack(shares).amax()] if shares else []
 
     def _shares_of_ends(self, target: Tensor) -> list[Tensor]:
-        """Return the fraction of end tokens that are targets, for the latest tokens, if the end token is known."""
+        """Return the fraction of end tokens in the latest token input that are targets; empty if unknown."""
         same = [each for each in self._tokens if each.device == target.device]
         end = self.chosen.end_token
         shares = [share_of_ends(target, each, end) for each in same] if end is not None else []
@@ -607,8 +607,8 @@ class FunctionOutputTap(_FunctionTap, OutputTap):
 class FunctionGradientTap(_FunctionTap, OutputGradientTap):
     """Records the gradients of the results of functions, except losses; arguments as for ``_FunctionTap``.
 
-    The gradients of functions inside a reentrant checkpoint are not recorded. Its graph is built inside the backward
-    pass, where no function mode is active.
+    The gradients of functions inside a reentrant checkpoint are not recorded, because the graph of such a checkpoint is
+    built inside the backward pass, where no function mode is active.
     """
 
     @override

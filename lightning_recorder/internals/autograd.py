@@ -1,7 +1,7 @@
 """Access to private PyTorch APIs for autograd graphs and module calls.
 
-No other file of the package uses them. Each docstring documents the fallback for PyTorch versions without the private
-name. If a PyTorch release renames it, recording degrades but the run does not fail.
+No other file of the package uses private APIs. Each docstring documents the fallback for PyTorch versions without the
+private name. If a PyTorch release renames a private name, recording degrades but the run does not fail.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def current_function_mode() -> object:
 def current_node() -> Node | None:
     """Return the autograd node that is running in this thread, or ``None`` outside of a backward pass.
 
-    Fallback: ``None``; an operation of the backward pass belongs to no module.
+    Fallback: ``None``; operations of the backward pass are attributed to no module.
     """
     node: Node | None = _current_autograd_node()
     return node
@@ -268,7 +268,7 @@ def in_backward() -> bool:
 
 
 # Returns an object inside a ``torch.func`` transform, from which values cannot escape, and None outside.
-# Fallback: None; only tensors that are wrappers themselves are skipped.
+# Fallback: None; inside a transform, only wrapper tensors are skipped.
 in_transform: Callable[[], object] = peek_interpreter_stack
 
 
@@ -280,7 +280,7 @@ is_tracing: Callable[[], bool] = _is_tracing
 def is_transformed(tensor: Tensor) -> bool:
     """Return True for a wrapper tensor of ``torch.func`` or of a batched backward pass, whose value cannot escape.
 
-    Fallback: ``False``; the update raises an error, which becomes a warning.
+    Fallback: ``False``; recording such a tensor raises an error, which becomes a warning.
     """
     return bool(is_functorch_wrapped_tensor(tensor) or is_legacy_batchedtensor(tensor) or _is_functional_tensor(tensor))
 

@@ -92,7 +92,7 @@ class _Probe(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, token: Tensor, path: str) -> Tensor:
         ctx.token, ctx.path = token, path
-        # Not a view for autograd, which would forbid in-place operations on the result.
+        # ``detach``, because autograd would forbid in-place operations on a view.
         return value.detach()
 
     @staticmethod
@@ -147,7 +147,7 @@ def _allow_changes(token: Tensor) -> None:
     The operators are declared to change their token, but do not. Without this exclusion, a graph that is called twice
     before the backward pass, such as the graph of a shared block, would raise with the backend ``aot_eager``.
     """
-    with suppress(Exception):  # private functions of torch; not every caller traces
+    with suppress(Exception):  # private functions of torch, which fail if the caller is not tracing
         from torch.fx.experimental.proxy_tensor import _get_proxies
 
         for proxy in _get_proxies(token):

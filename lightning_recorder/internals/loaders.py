@@ -78,7 +78,7 @@ def forget_indices(loader: object) -> None:
 
 
 def kept_of(iterator: object) -> object:
-    """Return the sampler iterator of a data loader iterator, which keeps the indices, or the argument itself."""
+    """Return the sampler iterator of a data loader iterator, which keeps the indices; without one, the argument."""
     return getattr(iterator, "_sampler_iter", iterator)
 
 
@@ -171,7 +171,7 @@ def base_rows(loader: object) -> tuple[object, list[int]] | None:
 
 
 class _KeepsIndices(DataLoader[Any]):
-    """The first base class of a loader that keeps indices."""
+    """The base class that :func:`keep_indices` puts before the class of a loader."""
 
     @property
     @override

@@ -240,7 +240,7 @@ def _is_lazy(module: nn.Module) -> bool:
 
 
 def own_copies(values: Mapping[Any, Any], copied: Callable[[Tensor], Tensor] = Tensor.clone) -> dict[Any, Any]:
-    """Return copies whose tensors the net may write to. ``copied`` copies the detached tensors, at any depth."""
+    """Return copies that the net may write to. The function ``copied`` copies each detached tensor, at any depth."""
     # copy.deepcopy rejects tensors computed by autograd, so put their copies into the memo. The memo also preserves
     # identity, because attention checks whether its query is its key.
     tensors = [tensor for _, tensor in iter_tensors(values)]
@@ -295,7 +295,7 @@ def same_random_numbers(devices: Iterable[torch.device]) -> Iterator[None]:
 @contextmanager
 def same_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Restore ``grad`` and ``requires_grad`` of leaf tensors on exit. Inside the block, the gradients are None."""
-    # Set aside instead of copied, so that a backward pass creates new gradients and does not accumulate into these.
+    # Set the gradients aside without copying, so that a backward pass creates new gradients instead of adding to these.
     leaves = [(each, each.requires_grad, each.grad) for each in tensors if each.is_leaf]
     for leaf, _, gradient in leaves:
         if gradient is not None:

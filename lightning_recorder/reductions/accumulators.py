@@ -106,7 +106,7 @@ class MergeableAccumulator(Accumulator):
 
     @abstractmethod
     def copy(self, device: torch.device | str | None = None) -> MergeableAccumulator:
-        """Return an independent copy, on another device if ``device`` is given."""
+        """Return a copy that shares no memory with this accumulator, on ``device`` if given."""
 
     @property
     @abstractmethod
@@ -115,7 +115,7 @@ class MergeableAccumulator(Accumulator):
 
     @abstractmethod
     def merged(self, payloads: Sequence[Any]) -> MergeableAccumulator:
-        """Return an accumulator with the states of several processes, each from :attr:`payload`."""
+        """Return an accumulator with the merged states of several processes, each from :attr:`payload`."""
 
     @property
     def nbytes(self) -> int:

@@ -187,7 +187,7 @@ class StateBank(Generic[Key]):
                     new.append(index)
                     continue
                 there, place = places[key]
-                if there.shape[1] == states.shape[1]:  # if the shape differs between devices, the first state is enough
+                if there.shape[1] == states.shape[1]:  # states of other shapes cannot be merged, so keep the first
                     row.reduction.merge_states(there[place], states[index])
             if len(new) < len(keys):
                 states = states[new]

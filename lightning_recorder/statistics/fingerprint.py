@@ -74,7 +74,7 @@ def batch_fingerprint(batch: Any) -> Tensor | None:
                 if type(tensor) is Tensor:
                     raise
                 continue
-            # Depends on the order of the tensors, so that swapping two tensors changes the checksum.
+            # The result depends on the order of the tensors, so that swapping two tensors changes the checksum.
             found = own if found is None else found * 31 + own.to(found.device)
         return found
 
@@ -194,7 +194,7 @@ def _numbers_of_graphs(batch: Any, values: int) -> Tensor | None:
         return None
     found = torch.zeros(2, len(ends) - 1, dtype=torch.int64, device=place.device)
     for each in known.values():
-        if not _is_readable(each) or len(each) not in (len(place), len(ends) - 1):  # such as the edges
+        if not _is_readable(each) or len(each) not in (len(place), len(ends) - 1):  # such as edges
             continue
         rows = _scrambled(_rows_of_tensor(each.detach(), values))
         own = found.new_zeros(len(ends) - 1).index_add_(0, place, rows) if len(each) == len(place) else rows
@@ -365,7 +365,7 @@ def _of_array(array: NDArray[Any]) -> NDArray[np.int64]:
 
 @lru_cache(maxsize=32)
 def odd_numbers(count: int) -> NDArray[np.int64]:
-    """Return the first odd numbers."""
+    """Return the first ``count`` odd numbers."""
     return np.arange(count, dtype=np.int64) * 2 + 1
 
 

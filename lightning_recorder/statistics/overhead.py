@@ -72,7 +72,7 @@ class OverheadLimit:
 
 
 class StepTiming:
-    """Measure the step times of a run and how much of them recording takes."""
+    """Measure the step times of a run, and the part of each step time that recording takes."""
 
     def __init__(self, device: Device, clock: Callable[[], float], limit: OverheadLimit | None = None) -> None:
         self.stopwatch = Stopwatch(device, clock=clock)
@@ -122,7 +122,7 @@ class StepTiming:
 
     @contextmanager
     def delivery(self) -> Iterator[None]:
-        """Measure the delivery of a record. The time is added to that of the next record."""
+        """Measure the delivery of a record. This time counts as recording time of the next record."""
         began = self._clock()
         with self.stopwatch:
             yield

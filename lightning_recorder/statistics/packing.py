@@ -54,7 +54,7 @@ class Contribution:
         absent: The ranks without states, because their recorder has failed or because they cannot be reached.
         left_out: The sites at which a reduction is skipped on any rank.
         refused: The sites whose states cannot be merged, with the reason.
-        values: A pickled object of each rank.
+        values: A pickled object for each rank, by rank.
         error: The error that this rank raised when it packed its states.
     """
 
@@ -219,7 +219,7 @@ def _spread(kind: _Kind, sites: tuple[Site, ...]) -> _Kind:
 
 
 class _Shape(NamedTuple):
-    """The description of a kind, which rarely changes between two messages of a rank."""
+    """A :class:`_Kind` without its states. Rarely differs between two messages of a rank."""
 
     bank: int
     described: str
@@ -282,7 +282,7 @@ class Decoder:
         Args:
             scope: The scope that the sender passed to :meth:`Encoder.encode`.
             message: The message.
-            own: The states of this rank. Its reductions replace those that the sender could not pickle.
+            own: The states of this rank. Its reductions replace reductions that the sender could not pickle.
         """
         end = 8 + int.from_bytes(message[:8], "little")
         about = pickle.loads(message[8:end])

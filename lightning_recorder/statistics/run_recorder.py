@@ -357,7 +357,7 @@ class RunRecorder(RankMergingRecorder):
             pending = self.submit()
             merged = Merged(NOTHING) if pending is not None else self.alone()
             if overflowed:
-                self._roll_back()  # the next step must follow the last step that was not skipped
+                self._roll_back()  # ordered statistics must not compare the next step with the skipped step
             times = self.recorder.states.take_ms_of_options()
             with self.contained():
                 self.recorder.states.reset()

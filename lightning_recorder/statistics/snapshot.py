@@ -54,7 +54,7 @@ class Snapshot:
     """The states of the sites at one point in time.
 
     Args:
-        names: The modules in order.
+        names: The names of the modules, in order.
         groups: The states of the sites for each reduction, starting with the default statistics.
         left_out: The sites at which each reduction is skipped.
         rank_means: The smallest and the largest per-rank mean of the sites that several ranks have seen.

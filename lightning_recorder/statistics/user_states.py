@@ -159,7 +159,7 @@ def _saved(reduction: UserReduction, states: Mapping[Site, MergeableAccumulator]
 def merge_snapshots(
     reduction: UserReduction, payloads: Sequence[tuple[dict[Site, Any], frozenset[Site]]]
 ) -> UserSnapshot:
-    """Merge the states of several processes, given in rank order. Unmergeable states are those of the first rank."""
+    """Merge the states of several processes, given in rank order. If that is impossible, keep only the first rank."""
     if not reduction.is_mergeable:
         payloads = payloads[:1]
     found: dict[Site, list[Any]] = {}

@@ -26,7 +26,7 @@ __all__ = ["CostTap"]
 
 
 class _OutputGradients(OutputGradientTap):
-    """A tap of output gradients. The hook of another tap registers its hooks, so that their time is not measured."""
+    """A tap of output gradients. :class:`CostTap` registers its hooks, so that this time is not measured."""
 
     @override
     def _register(self, name: str, module: nn.Module) -> None:
@@ -252,7 +252,7 @@ class CostTap(GradientTap):
                 call.parameters = now
 
     def _settle(self) -> None:
-        """Record the times that are only known now."""
+        """Record the times that are known only after the backward pass."""
         if not self._attached:
             return
         for (name, _), call in self._backward.items():

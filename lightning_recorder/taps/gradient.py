@@ -29,7 +29,7 @@ from lightning_recorder.taps.base import Receiver, Site, Tap, TapHook
 
 __all__ = ["GRAPH_NODE_LIMIT", "GradientHook", "GradientTap", "ParameterGradientTap", "Total"]
 
-# torch frees nodes that Python has visited recursively. With 45,000 of them in a row, such as from an unrolled loop,
+# torch frees nodes that Python has visited recursively. With 45,000 such nodes in a row, as from an unrolled loop,
 # the stack overflows and the process ends (torch 2.13, 8 MiB of stack; ``tensor.grad_fn`` alone is enough).
 _MOST_NODES = 20_000
 
@@ -89,7 +89,7 @@ class _GraphNodeLimit:
         self._most = max(_LEAST_REFERENCES, 2 * len(self._visited))
 
     def expect_less(self) -> None:
-        """Recount at the next request without room. Called after a backward pass, when graphs are freed."""
+        """Recount at the next request that exceeds the limit. Called after a backward pass, when graphs are freed."""
         self._refusals = 0
 
 

@@ -232,8 +232,8 @@ class CallWatch:
             return None
         while self._open.pop() is not found:
             pass
-        # This hook also runs if the forward raised an exception, which the net may catch. Then the exception being
-        # handled differs from the one at the start of the call.
+        # This hook also runs if the forward raised an exception, which the net may catch. In that case, Python handles
+        # another exception than at the start of the call.
         if sys.exc_info()[1] is not found.handled:
             return None
         self.ended.append(found.call)
@@ -283,7 +283,7 @@ class SavedOutput:
 
     @property
     def value(self) -> Tensor:
-        """The tensor itself if it has not been modified since, otherwise the copy."""
+        """The tensor itself if it has not been modified since it was saved, otherwise the copy."""
         unchanged = self._saved_version is not None and version_of(self._tensor) == self._saved_version
         return self._tensor if unchanged else self._copy
 
@@ -327,7 +327,7 @@ class OutputRecorder(CallWatch):
         warn(f"RecordedNet ignores {describe_unknown(name, path, value, error)}")
 
     def _saved(self, tensor: Tensor) -> SavedOutput:
-        # A parent often returns the output of its last child. They share one copy.
+        # A parent module often returns the output of its last child. The records of both modules share one copy.
         saved = self._latest.get(id(tensor))
         if saved is None or not saved.matches(tensor):
             saved = self._latest[id(tensor)] = SavedOutput.of(tensor)
@@ -358,7 +358,7 @@ def run_without_trace(
 
 
 def _raised_in(error: BaseException, modules: Mapping[str, nn.Module]) -> tuple[nn.Module, str] | None:
-    """Return the innermost module with a method that raised the error, and its description; or ``None``."""
+    """Return the innermost module with a method that raised the error, and the module's description; or ``None``."""
     names = {id(module): name for name, module in modules.items()}
     found = None
     trace = error.__traceback__

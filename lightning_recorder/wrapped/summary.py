@@ -40,7 +40,7 @@ def _attention_operations(query: Shape, key: Shape, value: Shape, *args: Any, **
 
 
 def _lstm_operations(x: Shape, weight_ih: Shape, weight_hh: Shape, *args: Any, **kwargs: Any) -> int:
-    """Return the FLOPs of one layer and direction over ``x`` of shape ``[length, batch, features]``."""
+    """Return the FLOPs of one direction of one LSTM layer over ``x`` of shape ``[length, batch, features]``."""
     return 2 * x[0] * x[1] * (prod(weight_ih) + prod(weight_hh))
 
 

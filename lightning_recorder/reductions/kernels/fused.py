@@ -395,7 +395,7 @@ def _warn(why: str) -> None:
 
 
 def _use(library: Path) -> str:
-    """Use the functions of a library. Return the reason if they cannot be used."""
+    """Use the functions of a library. Return the reason if they cannot be used, otherwise an empty string."""
     try:
         found = _opened(library)
     except (OSError, AttributeError) as error:
