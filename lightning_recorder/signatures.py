@@ -55,7 +55,7 @@ _SYNONYMS = {
     "tensors": ("kinds", "what"),
     "dumps": ("dump", "save"),
 }  # fmt: skip
-"""Names in other packages, mapped to the arguments of this package."""
+"""Each argument of this package, with the names that other packages and users have for it."""
 
 _PARTS = {
     "quantiles": ("statistics", 'statistics=[…, "quantile_0.99"]'),

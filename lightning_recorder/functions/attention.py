@@ -22,7 +22,7 @@ MOST_SAMPLES, MOST_QUERIES = 4, 8
 """The maximum numbers of samples per batch and of queries per sequence whose scores are computed."""
 
 HIDDEN = -5000.0
-"""Keys with a score or mask up to this value are masked. Masks use -10000, the lowest number of the dtype, or -inf."""
+"""A key is masked if its score or mask is at most this value. Masks use -10000, the dtype's lowest number, or -inf."""
 
 _MOST_SCORES = 1 << 22  # 16 MiB; a few copies exist at a time
 _MOST_VALUES = 64  # keys per sample whose value vectors are read
@@ -301,7 +301,7 @@ def _of_softmax(module: nn.Module | None, scores: Tensor, *args: Any, **kwargs: 
     places = _places(samples, heads, queries, keys)
     some = places.of(whole).float()
     hidden = some <= HIDDEN
-    # Attention without a mask is common, but checking whether any key is masked would synchronize the device.
+    # Attention often has no mask, but checking whether ``hidden`` has a true value would synchronize the device.
     rows = places.rows(queries, scores.device)
     return _Sample(some, hidden, rows, queries == keys, is_masked=False, each_sample=places.each_sample)
 

@@ -541,13 +541,13 @@ class FunctionOutputTap(_FunctionTap, OutputTap):
         return [each for each in shares if each is not None][-1:]
 
     receive_scores: Callable[[Site, Tensor | None, Tensor], None] | None = None
-    """A receiver of the scores of each query or token, and of the numbers of each head or expert; or None.
+    """A receiver of the scores of each query or token, and of the statistics of each head or expert; or None.
 
     The scores are None if a router chooses additional experts for the same tokens.
     """
 
     time_of: Callable[[str], Stopwatch] = staticmethod(lambda option: Stopwatch())
-    """A function that returns the stopwatch of ``"attention"`` or ``"experts"``. By default, times are not used."""
+    """A function that returns the stopwatch of ``"attention"`` or ``"experts"``. By default, times are discarded."""
 
     @cached_property
     def _routers(self) -> RouterReader:

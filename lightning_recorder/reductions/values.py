@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 PLAIN_TYPES = (Tensor, nn.Parameter)
-"""The tensor classes that hold nothing but their values."""
+"""The tensor classes that store their values in their own memory. Subclasses may store them differently."""
 
 _MOST_DENSE = 1 << 28  # the largest numel of a sparse tensor that is made dense: 1 GiB of float32
 

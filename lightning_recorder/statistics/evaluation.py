@@ -104,7 +104,7 @@ class EvaluationSampler(EvaluationRecorder):
     """
 
     SHARE = 0.01
-    """The largest share of the batches."""
+    """The maximum fraction of the evaluation batches of a run to record."""
 
     def __init__(
         self, recorder: BaseStatisticsRecorder, stage: str, on_record: Callable[[Record], None], **options: Any

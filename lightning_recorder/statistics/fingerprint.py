@@ -292,7 +292,7 @@ class _Plan(NamedTuple):
 
     arguments: tuple[int, int, int, int, int, int]
     kept: tuple[Any, ...]
-    """Owns the memory that the arguments point to."""
+    """The objects that own the memory that the arguments point to."""
 
 
 @lru_cache(maxsize=64)

@@ -478,7 +478,7 @@ def _is_sharded(tensor: Tensor) -> bool:
 
 
 def _is_first_mesh(mesh: Any) -> bool:
-    """Return True if this rank is the first one in those dimensions of the root mesh that a submesh lacks.
+    """Return True if this rank has index 0 in each dimension of the root mesh that the given submesh lacks.
 
     There is no public API for the root mesh. Fallback: treat the submesh as the root mesh.
     """

@@ -38,7 +38,7 @@ class _Kind(NamedTuple):
     flags: Tensor
     """The flags of each site, combined over the ranks; uint8 of shape ``[sites]``."""
     states: Tensor
-    """The merged states, float64 of shape ``[sites, width]``. If all are copies, the state of the lowest rank."""
+    """The merged states, ``[sites, width]`` float64. At a site where all ranks have copies, the lowest rank's state."""
     means: Tensor
     """The smallest and the largest per-rank mean, float64 of shape ``[2, sites]``; NaN if unknown."""
     diverged: Tensor

@@ -46,9 +46,9 @@ class RunWindow:
     steps: int = 0
     """The number of steps whose statistics are in the states. The same on all ranks."""
     has_overflow: bool = False
-    """True if a step overflowed. The same on all ranks."""
+    """True if a step of the window overflowed. The same on all ranks."""
     is_covered: bool = False
-    """True if the hooks were registered in one of the steps."""
+    """True if the hooks were registered in a step of the window."""
     is_merged: bool = False
     """True if this rank holds the statistics of all ranks, from a checkpoint."""
 

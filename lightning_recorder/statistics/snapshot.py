@@ -97,7 +97,7 @@ class Snapshot:
         return not statistics_of([replace(self, groups=self.groups[:1], users=())])[0]
 
     def without_ranks(self) -> Snapshot:
-        """Return a copy without differences between ranks, which are meaningless in states that one rank has loaded."""
+        """Return a copy without differences between ranks, which are meaningless if rank zero loaded merged states."""
         return replace(self, rank_means={}, diverged=frozenset())
 
     def resembles(self, other: Snapshot) -> bool:

@@ -78,7 +78,7 @@ class Tap(ABC):
     """
 
     _during_backward: ClassVar[bool] = False
-    """Record the module calls that checkpointing repeats inside the backward pass."""
+    """True to record the module calls that checkpointing repeats inside the backward pass."""
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ class _Forward:
     """The sequence number of the first node that the call can create."""
     began: Started
     hooks_ms: float = 0.0
-    """The hook time of nested calls, which is subtracted."""
+    """The time in the hooks of nested calls, which is subtracted from the time of this call."""
     saved: int | None = 0
     """The bytes saved by nested calls; None if they could not be counted."""
     allocated: int = 0

@@ -112,10 +112,10 @@ class GradientTap(Tap):
         super().__init__(modules, receive, condition=condition, strict=strict)
         self.without_gradient: set[str] = set()
         """The names of modules with a call in which no output tensor (for input gradients: no input tensor) required a
-        gradient; may be cleared."""
+        gradient. A user of the tap may clear this set."""
         self.changed_in_place: set[str] = set()
-        """The names of modules that returned a view whose gradient is unknown because the view was changed in place;
-        may be cleared."""
+        """The names of modules that returned a view whose gradient is unknown because the view was changed in place. A
+        user of the tap may clear this set."""
         self._warned = False
         self._numbers: dict[str, _CallNumbers] = {}
 

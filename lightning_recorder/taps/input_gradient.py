@@ -298,7 +298,10 @@ def _edge(tensor: Tensor) -> _Edge | None:
 
 
 def _views_in(entering: dict[_Edge, _Input]) -> dict[_Edge, _Base]:
-    """Return the bases of the inputs that are views, except bases that are inputs or have several views as inputs."""
+    """Return the bases of the inputs that are views.
+
+    Bases that are inputs themselves, and bases with several views among the inputs, are left out.
+    """
     found: dict[_Edge, _Base] = {}
     for edge, (_, tensor) in entering.items():
         base = base_of(tensor)

@@ -67,9 +67,9 @@ class Call(NamedTuple):
 def label_calls(calls: Iterable[Call], last_names: Mapping[str, str] = MappingProxyType({})) -> dict[Label, Call]:
     """Label the calls of a run as torchinfo does. The calls are given in the order in which they began.
 
-    A module that is not called itself, such as a ``ModuleList``, gets a label before the calls of its contents. It is
-    labeled again if calls of other modules at its depth or above came in between. Likewise, a called module is labeled
-    again before a call of its contents by another module.
+    A module that is not called itself, such as a ``ModuleList``, gets a label before the first call of its contents. It
+    gets another label if modules at its depth or above are called between two calls of its contents. Likewise, a called
+    module gets another label before another module calls its contents.
 
     ``last_names`` maps the first name of each shared module to its last name, which determines the depth and the parent
     modules.
