@@ -85,7 +85,7 @@ _FOLDER = re.compile(
 )
 _ADDRESS = re.compile(r"\b[A-Za-z][\w+.-]{0,30}://[^\s'\"]+")
 
-# The class of an error, which is kept, and its message, which may quote a sample. Advice of a finding may follow.
+# The class and the message of an error. The class is kept. The message may quote a sample, and may precede advice.
 _MESSAGE = re.compile(r"\b(failed: \w+|\w*(?:Error|Exception)): .*?(?=\. To know it: |$)", re.DOTALL)
 
 

@@ -332,8 +332,8 @@ _REGISTERED: dict[type | str, _Parts] = {}
 _BUILT_IN: dict[type | str, _Parts] = {
     # The other three fields of a PackedSequence are lengths and permutations, not activations.
     PackedSequence: _attributes("data"),
-    # By name, since transformers may not be installed. The first three have no module, since models with custom code
-    # have copies of them. ``Cache`` has a module, since other libraries use the same name.
+    # Classes by name, since transformers may not be installed. The first three names have no module, since models with
+    # custom code have copies of these classes. ``Cache`` has a module, since other libraries use the same name.
     "DynamicCache": _cache,
     "StaticCache": _cache,
     "EncoderDecoderCache": _attributes("self_attention_cache", "cross_attention_cache"),

@@ -335,7 +335,7 @@ _DEEPEST = 12
 
 
 def _is_product(node: Node | None) -> bool:
-    """Return True if values come from a batched product of two tensors, through a scale, a mask or a soft cap."""
+    """Return True for a batched product of two tensors, possibly followed by a scale, a mask or a soft cap."""
     level = [] if node is None else [node]
     seen: set[Node] = set()
     for _ in range(_DEEPEST):

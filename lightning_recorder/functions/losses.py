@@ -71,7 +71,7 @@ def sides_of_loss(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def _weights(
     name: str, sides: Mapping[str, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return the weight of each class and of each target. Ignored targets weigh 0. Empty without weights."""
+    """Return the weight of each class and of each target; empty without class weights. Ignored targets weigh 0."""
     if name not in _WEIGHTING:
         return {}
     argument, place = _WEIGHTING[name]

@@ -142,7 +142,7 @@ class ChosenFunctions:
 
     @property
     def has_batches(self) -> bool:
-        """True if the tensors of batches are recorded: with losses, unless sites are named."""
+        """True if the tensors of batches are recorded: if losses are recorded and no sites or types are named."""
         return self._names is None and self._types is None and "cross_entropy" in self.functions
 
     def has_batch(self, path: str) -> bool:

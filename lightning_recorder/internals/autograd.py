@@ -226,7 +226,7 @@ def current_node() -> Node | None:
 def function_behind(tensor: Tensor) -> type | None:
     """Return the ``autograd.Function`` that created a tensor, or ``None``.
 
-    Fallback: ``None``; its output is attributed to the last torch function called inside it.
+    Fallback: ``None``; the output of such a function is attributed to the last torch function called inside it.
     """
     made_by = tensor.grad_fn if tensor.requires_grad else None
     return getattr(made_by, "_forward_cls", None)
@@ -460,7 +460,7 @@ def vmap_numel(tensors: Iterable[Tensor]) -> int:
 
 
 # Creates a context that disables ``__torch_function__`` of modes and tensor subclasses. Under a function mode, even
-# reading a shape is a Python call. Not wrapped in a function, since it is entered twice for each recorded function.
+# reading a shape is a Python call. This is an alias and no function, since it is entered twice per recorded function.
 # Fallback: a null context; recording takes several times as long.
 without_functions: Callable[[], contextlib.AbstractContextManager[Any]] = DisableTorchFunction
 
@@ -496,7 +496,7 @@ def version_of(tensor: Tensor) -> int | None:
 
 
 # Returns the number of in-place writes to a tensor. Raises a RuntimeError for tensors that do not count them.
-# Fallback: torch documents this attribute, and every tensor has it.
+# No fallback is needed, since torch documents this attribute and every tensor has it.
 counted_version: Callable[[Tensor], int] = attrgetter("_version")
 
 

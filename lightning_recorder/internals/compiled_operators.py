@@ -102,8 +102,8 @@ class _Probe(torch.autograd.Function):
 
 
 def _probe(value: Tensor, token: Tensor, path: str, given: list[Tensor]) -> Tensor:
-    # If the caller also uses the original tensor, the identity changes the order in which autograd sums the gradient. A
-    # hook does not change the order, but is lost when a view is changed in place.
+    # If the caller also uses the original tensor, the identity function ``_Probe`` changes the order in which autograd
+    # sums the gradient. A hook does not change the order, but is lost when a view is changed in place.
     if value.grad_fn is None or not is_view(value) or any(each is value for each in given):
         _watch(token, value, path)
         return value
@@ -116,7 +116,8 @@ def _watch(token: Tensor, value: Tensor, path: str) -> None:
     if not isinstance(value, _symbolic()):
         _watch_now(token, value, path)
     elif value.grad_fn is None or not value.grad_fn.next_functions:
-        # The tensor is an input of the graph, which only computes part of its gradient. Register the hook at run time.
+        # The tensor is an input of the graph, so the graph computes only part of the tensor's gradient. Register the
+        # hook at run time, when autograd computes the whole gradient.
         torch.ops.lightning_recorder.watch_now(token, value, path)
     else:
         _allow_changes(token)

@@ -98,7 +98,7 @@ def kept_batch(kept: object, number: int) -> Any:
 def current_batch(iterator: object, ahead: int) -> tuple[int | None, Any]:
     """Return the number of a batch in an iterator over a data loader, and the indices of its samples.
 
-    Each of both is None if it is unknown.
+    Each of the two is None if unknown.
 
     Args:
         iterator: The iterator.
@@ -226,7 +226,7 @@ class _KeptSampler(_Kept):
     """A sampler whose iterators keep the indices that they yield."""
 
     def __iter__(self) -> Iterator[Any]:
-        # Not lazily, because some samplers draw random numbers in ``__iter__`` and others at the first item.
+        # Create the iterator now, because some samplers draw random numbers in ``__iter__``, others at the first item.
         inner = iter(self._inner)
         return (_StatefulIterator if _is_stateful(inner) else _KeptIterator)(inner)
 

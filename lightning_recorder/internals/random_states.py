@@ -55,7 +55,7 @@ class RandomStates:
 
     def equal(self, other: RandomStates) -> bool:
         """Return True if both states are equal, which means that no number was drawn in between."""
-        # States of Python and NumPy are read again only if they have changed.
+        # Unchanged states of Python and NumPy are usually the same object, because they are not read again.
         are_same = self.python is other.python or self.python == other.python
         are_same &= self.numpy is other.numpy or repr(self.numpy) == repr(other.numpy)
         ours, theirs = self.tensors(), other.tensors()

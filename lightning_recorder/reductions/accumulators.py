@@ -238,7 +238,7 @@ class _FoldAccumulator(MergeableAccumulator):
         return self._value
 
     def update(self, tensor: Tensor) -> bool:
-        # A copy, because the function may keep the tensor or write to it.
+        # Copy the tensor, because the function may keep it or write to it.
         new = tensor.clone()
         if isinstance(self._value, Tensor) and self._value.device != new.device:  # loaded on another device
             self._value = self._value.to(new.device)
@@ -380,7 +380,7 @@ class _MetricAccumulator(_ComputedAccumulator, MergeableAccumulator):
         new = self.copy()
         for name, reduce in self._metric._reductions.items():
             states = [each[name] for each in payloads]
-            # The same reduction as in ``Metric.sync`` of torchmetrics.
+            # Reduce the states as ``Metric.sync`` of torchmetrics does.
             if isinstance(states[0], list):
                 found = [part for state in states for part in state]
                 setattr(new._metric, name, reduce(found) if reduce is not None and found else found)

@@ -71,7 +71,7 @@ class StateBank(Generic[Key]):
 
     Raises:
         ArgumentError: If the reduction violates the contract. For a reduction that depends on the shape, :meth:`add`
-            raises this error.
+            raises this error instead of the constructor.
 
     Note:
         Rows are allocated under a lock, because forward and backward hooks run in different threads on a GPU. Updating

@@ -193,7 +193,7 @@ class RecycledRows(Generic[Key]):
         if row is None and key not in self._gone and self.is_allocated:
             if self._thread is None:
                 self._thread = threading.get_ident()
-            if self._thread == threading.get_ident():  # another thread might be updating a row that would be copied
+            if self._thread == threading.get_ident():  # another thread might update a row during its copy
                 row = self._rows[key] = self._next_row(key)
         return row
 

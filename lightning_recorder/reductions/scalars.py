@@ -97,7 +97,8 @@ def moments_of(values: Values) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """
     count = values.finite_count
     mean = values.finite.sum(dtype=torch.float64) / count.clamp(min=1)
-    # Always copied, whatever the dtype. The subtraction preserves NaN and infinities, which then become zero.
+    # Copy values of any dtype, since the next steps are in place. The subtraction preserves NaN and infinities, which
+    # then become zero.
     deviations = finite_or_zero_(values.flat.to(torch.float64, copy=True).sub_(mean))
     return count, mean, sum_of_products(deviations, deviations), deviations
 

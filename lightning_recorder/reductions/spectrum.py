@@ -14,7 +14,7 @@ __all__ = ["FeatureRank", "SpectralNorm"]
 
 _STEPS = 6
 _POWERS = 4  # number of steps, each of which raises the matrix to the fourth power
-_ROUNDING = 1e-5  # relative size of the remainder of a vector that is already in the space
+_ROUNDING = 1e-5  # a relative remainder of at most this size is rounding error: the vector is already in the space
 _TINY = torch.finfo(torch.float32).tiny
 _SEED = 0x5EED  # the same on all ranks, so that their sketches can be added
 
@@ -159,7 +159,7 @@ class SpectralNorm(ShapedReduction):
 
 
 def _largest_direction(matrix: Tensor, start: Tensor) -> Tensor:
-    """Return the unit vector of the Krylov space of a start vector whose product with the matrix is longest.
+    """Return the vector with the longest product with the matrix, of all unit vectors in a start vector's Krylov space.
 
     Does not synchronize the device, unlike the decompositions in ``torch.linalg``.
     """

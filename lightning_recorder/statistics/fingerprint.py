@@ -219,7 +219,7 @@ def different_values(batch: Any) -> Tensor | None:
 
 
 def values_of_each(samples: int) -> int:
-    """Return the number of values to read per sample in batches of about this size. It bounds the time per batch."""
+    """Return the number of values to read per sample in batches of about this size. It limits the time per batch."""
     return max(_FEWEST_VALUES, min(_MOST_VALUES, _MOST_OF_BATCH // max(1, samples)))
 
 

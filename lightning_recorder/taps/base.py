@@ -258,7 +258,7 @@ class Tap(ABC):
         if site is not None and self.fast_path is not None and watch is None and self._condition is None:
             try:
                 if type(args[-1]) is Tensor:
-                    # Without this, reading each property of the tensor would call the active function mode.
+                    # Disable function modes: otherwise, reading each property of the tensor would call the active mode.
                     with without_functions():
                         if self.fast_path(site, args[-1]):
                             return

@@ -170,7 +170,8 @@ class CostTap(GradientTap):
     def _register(self, name: str, module: nn.Module) -> None:
         begin, end = TapHook(self, name, self._begin), TapHook(self, name, self._end)
         self._keep(hookable(module).register_forward_pre_hook(begin, with_kwargs=True))
-        # Runs before the hooks of other recorders, so that their time does not count. Also called if the module raises.
+        # This hook runs before the hooks of other recorders, so that their time does not count. It also runs if the
+        # module raises.
         self._keep(hookable(module).register_forward_hook(end, prepend=True, always_call=True))
 
     def _of_thread(self) -> _Thread:

@@ -59,7 +59,7 @@ class _GraphNodeLimit:
         self._refusals = 0
 
     def has_room(self, nodes: int) -> bool:
-        """Return True if that many more nodes may be visited."""
+        """Return True if ``nodes`` additional nodes may be visited."""
         if self._count + nodes <= _MOST_NODES:  # the common case; reading a number needs no lock
             return True
         with self._lock:
@@ -129,7 +129,7 @@ class GradientTap(Tap):
         self._calls[name] = self._numbers.setdefault(name, _CallNumbers()).count()
 
     def _may_visit(self, nodes: int) -> bool:
-        """Return True if that many more nodes of the autograd graph may be visited."""
+        """Return True if ``nodes`` additional nodes of the autograd graph may be visited. Otherwise, warn once."""
         if GRAPH_NODE_LIMIT.has_room(nodes):
             return True
         if not self._warned:

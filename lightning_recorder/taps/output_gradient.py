@@ -58,7 +58,7 @@ class OutputGradientTap(GradientTap):
 
     def _record(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         found = tuple(self._tensors(name, output, "out"))
-        # Without this, reading each property of the tensors would call the active function mode.
+        # Disable function modes: otherwise, reading each property of the tensors would call the active mode.
         with without_functions():
             needing = [(path, tensor) for path, tensor in found if tensor.requires_grad]
             if found and not needing:
@@ -193,7 +193,7 @@ class _ViewHook(GradientHook):
     @override
     def __call__(self, grad: Tensor | None) -> None:
         if grad is not None:
-            # The fast path takes the whole gradient of a view that is not changed.
+            # Allow the fast path only if the view is unchanged, because only then is ``grad`` its whole gradient.
             site = None if self._view.is_changed else self.site
             GRAPH_NODE_LIMIT.expect_less()
             self.tap._guarded(self.site.name, site, self._record, grad)

@@ -249,7 +249,7 @@ class _CallHook(ModuleHook):
         self._see = see
 
     def __call__(self, module: nn.Module, *seen: Any) -> Any:
-        # Another thread may call the hook after its removal, and without keyword arguments.
+        # After its removal, another thread may still call the hook, then without keyword arguments.
         return self._see(self._name, *seen) if self._watch._watching else None
 
 

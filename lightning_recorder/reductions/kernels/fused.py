@@ -1,6 +1,6 @@
 """Tensor statistics in one pass through memory, computed by a small C file that is compiled at run time.
 
-Separate torch passes cost several times as much as the arithmetic. The file is plain C without torch headers, so a
+Separate torch passes take several times as long as the arithmetic. The file is plain C without torch headers, so a
 compiler builds it in a third of a second, in the background. Without a compiler, the compiled code in the wheel for
 this kind of machine is used. While there is no compiled code, torch computes the same statistics. Counts, extrema and
 histograms are bitwise equal. Means and sums of squares differ by less than 1e-12 of the root mean square.
@@ -59,7 +59,7 @@ __all__ = [
 _log = logging.getLogger("lightning_recorder")
 
 _SOURCE = Path(__file__).with_suffix(".c")
-# Not -ffast-math: with it, some compilers make the whole process, including the training, flush subnormals to zero.
+# Without -ffast-math, with which some compilers make the whole process, also the training, flush subnormals to zero.
 _OPTIONS = ("-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros")
 _PLACES = {"BINS": BINS, "BIN_SHIFT": BIN_SHIFT, "HISTOGRAM": HISTOGRAM, "SAMPLED_NUMEL": SAMPLED_NUMEL}
 _SLOTS = {f"SLOT_{name.upper()}": place for place, name in enumerate(SLOTS)}
