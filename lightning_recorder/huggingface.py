@@ -179,7 +179,7 @@ class RecorderCallback(TrainerCallback):
         if self.monitor is not None and isinstance(loss, Tensor):
             self.monitor.note_loss(loss if self._scaler is None else self._scaler.scale(loss))
 
-    # Evaluations. There is no callback hook before their batches.
+    # Evaluations. There is no callback hook before the batches of an evaluation.
 
     def _begin_evaluation(self, model: Any) -> None:
         if self.monitor is None or self._evaluation is not None or model is None:

@@ -209,7 +209,7 @@ _OWN = frozenset(vars(nn.Module()))
 
 _CONTAINERS = (list, tuple, dict)
 
-# A longer container holds data rather than layers.
+# The maximum length of a container of modules. A longer container holds data rather than layers.
 _MOST_NESTED = 1000
 
 

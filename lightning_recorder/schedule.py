@@ -132,7 +132,7 @@ class Sampling(Schedule):
         super().__post_init__()
 
     def with_default(self, every_n_train_steps: int) -> Self:
-        """Return a copy with an interval. If none is set, use 1 with a window or predicate, else the given value."""
+        """Return a copy with an interval. If none is set, use 1 with a window or predicate, else the given interval."""
         if self.every_n_train_steps is not None:
             return self
         chosen = self.step_window is not None or self.when is not None

@@ -105,7 +105,7 @@ def checked_arguments(init: Init) -> Init:
 
 
 def extended_arguments(base: type, options: type) -> Callable[[Init], Init]:
-    """Decorate an ``__init__`` with ``**options`` like :func:`checked_arguments`, and show them in its signature.
+    """Decorate an ``__init__`` with ``**options`` like :func:`checked_arguments`, with the options in its signature.
 
     Args:
         base: The base class to which the options are passed, which defines their defaults.

@@ -25,8 +25,8 @@ from lightning_recorder.errors import ArgumentError
 
 __all__ = ["describe_unknown", "held_tensors", "ignore_unknown", "iter_tensors", "register_container"]
 
-# Beyond these limits, an object is not a plausible output. They prevent a RecursionError for a long linked list, and an
-# endless traversal of nested containers that share their entries.
+# Beyond these limits, an object is not a plausible output. The limits prevent a RecursionError for a long linked list,
+# and an endless traversal of nested containers that share their entries.
 _MAX_DEPTH = 32
 _MAX_PARTS = 100_000
 

@@ -170,7 +170,7 @@ def _make(parent: Path, *, is_folder: bool = False) -> tuple[Path, BinaryIO]:
 
 
 def _lock(file: BinaryIO, *, wait: bool = False) -> bool:
-    """Lock a file until it is closed. Return False if locking fails, as for a locked file without ``wait``."""
+    """Lock a file until it is closed. Return False on failure. With ``wait``, wait for the lock of another process."""
     if sys.platform == "win32":
         return False
     import fcntl

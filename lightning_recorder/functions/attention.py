@@ -179,7 +179,7 @@ def _scores(sample: _Sample, padding: Tensor | None = None) -> Scores:
         found["valued"] = 1.0
     if sample.alike is not None:
         found["minus_least_alike"] = -sample.alike.amin((0, 2))
-    # Zero for queries without visible keys, so that the statistics of the largest scores are finite.
+    # Use zero for queries without visible keys, so that the statistics of the largest scores are finite.
     return Scores(torch.where(sees, largest, 0.0), slots_of_scores(HEAD_SLOTS, found, scores[0, :, 0, 0]))
 
 
@@ -355,7 +355,7 @@ def _signature() -> inspect.Signature:
 def _of_module(module: nn.Module | None, *args: Any, **kwargs: Any) -> _Sample | None:
     """Read ``multi_head_attention_forward``, the function of ``nn.MultiheadAttention``, by projecting a sample again.
 
-    No function mode is active inside this function, so its own projections cannot be observed.
+    No function mode is active inside ``multi_head_attention_forward``, so its own projections cannot be observed.
     """
     given = _signature().bind(*args, **kwargs)
     given.apply_defaults()

@@ -163,7 +163,7 @@ def _table(device: torch.device, ignored: int) -> Tensor:
         bins[ignored] = NO_CLASS_BIN
     with torch.inference_mode(False):
         words = torch.tensor(bins, dtype=torch.int64, device="cpu") << BIN_SHIFT
-        # A plain copy to the device would synchronize it.
+        # A blocking copy would synchronize the device.
         return words.to(torch.int32).view(torch.float32).to(device, non_blocking=True)
 
 

@@ -277,7 +277,7 @@ class _FunctionMode(TorchFunctionMode):
         self._thread = get_ident()
         self._taps: list[_FunctionTap] = []
         self._is_entered = False
-        self._holds = 0  # calls of compiled code that run without the mode
+        self._holds = 0  # the number of running calls of compiled code, during which the mode is removed
         self._counts: dict[int, dict[str, int]] = {}  # by module call: the number of calls of each function
 
     def add(self, tap: _FunctionTap) -> None:

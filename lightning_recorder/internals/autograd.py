@@ -1,6 +1,6 @@
 """Access to private PyTorch APIs for autograd graphs and module calls.
 
-No other file of the package uses private APIs. Each docstring documents the fallback for PyTorch versions without the
+No other file of the package uses these APIs. Each docstring documents the fallback for PyTorch versions without the
 private name. If a PyTorch release renames a private name, recording degrades but the run does not fail.
 """
 

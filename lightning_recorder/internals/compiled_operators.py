@@ -92,7 +92,7 @@ class _Probe(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, token: Tensor, path: str) -> Tensor:
         ctx.token, ctx.path = token, path
-        # ``detach``, because autograd would forbid in-place operations on a view.
+        # Return the result of ``detach``, because autograd would forbid in-place operations on a view.
         return value.detach()
 
     @staticmethod

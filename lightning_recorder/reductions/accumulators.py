@@ -356,7 +356,7 @@ class _MetricAccumulator(_ComputedAccumulator, MergeableAccumulator):
         self._metric.reset()
         self._metric.persistent(True)
         # Computing the result on one rank must not wait for other ranks. This also holds for nested metrics.
-        # torchmetrics reads ``sync_on_compute`` only at construction and in ``forward``.
+        # torchmetrics reads ``sync_on_compute`` only at construction and in ``forward``, so set ``_to_sync``, too.
         inner = self._metric.modules() if isinstance(self._metric, nn.Module) else [self._metric]
         for each in inner:
             each.sync_on_compute = each._to_sync = False

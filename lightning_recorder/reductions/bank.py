@@ -31,7 +31,7 @@ _MUCH = 20_480  # bytes per site; log the size of larger states
 _log = logging.getLogger("lightning_recorder")
 
 
-# The states for these devices are on the CPU. Each tensor is copied to the CPU, which synchronizes the device.
+# Devices without float64. Their states are on the CPU. Each tensor is copied to the CPU, which synchronizes the device.
 _WITHOUT_FLOAT64 = ("mps",)
 
 _CPU = torch.device("cpu")
@@ -79,7 +79,7 @@ class StateBank(Generic[Key]):
     """
 
     def __init__(self, reduction: Reduction) -> None:
-        # Computed once, since a model may have thousands of sites.
+        # Compute both once, since a model may have thousands of sites.
         self._is_sized, self._kind = reduction.is_sized, repr(reduction)
         if self._is_sized:
             reduction.validate()

@@ -153,7 +153,7 @@ class Reduction(ABC):
 
     @property
     def is_sized(self) -> bool:
-        """True if the width is known. A width that depends on the shape of tensors is unknown before the first one."""
+        """True if the width is known. A width that depends on the tensors is unknown before the first tensor."""
         return True
 
     def sized_for(self, values: Values) -> Self:

@@ -59,7 +59,7 @@ def batch_fingerprint(batch: Any) -> Tensor | None:
         >>> (one == other).tolist()
         [False, True]
     """
-    # The methods of a tensor subclass may need attributes that new tensors of this subclass do not have.
+    # Disable the methods of tensor subclasses, which may need attributes that new tensors of the subclass do not have.
     with pause_recording(), without_functions():
         found = None
         for place, (_, tensor) in enumerate(iter_tensors(batch, unknown=ignore_unknown)):
@@ -243,7 +243,7 @@ def _rows_of_tensor(tensor: Tensor, most: int) -> Tensor:
 def _rows_of_array(array: NDArray[Any], most: int) -> NDArray[np.int64]:
     some = array[_selection(array.shape, len(array), most)]
     values = some.reshape(len(some), -1).astype(np.int64)
-    # The low bits of round floats are zero, so the low bits of their products would be zero, too.
+    # Mix high bits into the low bits, which are zero for round floats and would then be zero in their products, too.
     values ^= values >> 4 * array.itemsize
     found: NDArray[np.int64] = values @ _factors(values.shape[1])
     return found

@@ -335,7 +335,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
                 self._give_up_updates(error)
         after = getattr(optimizer, "register_step_post_hook", None)
         if after is not None and not any(each is optimizer for each in self._hooked):
-            # Removed only in remove(), because torch iterates over the optimizer's hooks while it calls this hook.
+            # Only remove() removes the hook, because torch iterates over the optimizer's hooks while it calls the hook.
             with suppress(AttributeError):  # a class that does not call ``Optimizer.__init__`` has no hooks
                 self._handles.append(after(partial(_after, self)))
                 self._hooked.append(optimizer)

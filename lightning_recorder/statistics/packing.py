@@ -178,7 +178,7 @@ def _kind(bank: int, group: Collected[Site], copies: Collection[Site]) -> _Kind:
 
 
 def _merged(one: _Kind, other: _Kind) -> _Kind:
-    """Merge the states of two sets of ranks for the same reduction. The ranks of ``one`` are lower."""
+    """Merge the states of two sets of ranks for one reduction. The ranks of ``one`` are the lower ranks."""
     if one.sites != other.sites:
         sites = tuple(dict.fromkeys((*one.sites, *other.sites)))
         one, other = _spread(one, sites), _spread(other, sites)

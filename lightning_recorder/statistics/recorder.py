@@ -109,7 +109,7 @@ class BaseStatisticsRecorder(ABC):
 
     @property
     def replicated(self) -> frozenset[Site]:
-        """The sites whose tensors are copied on other ranks. Empty if each rank has its own batches."""
+        """The sites whose tensors are copies of tensors on other ranks. Empty if each rank has its own batches."""
         return frozenset()
 
     def traces(self) -> dict[str, Any]:

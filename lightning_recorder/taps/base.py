@@ -360,7 +360,7 @@ class TapHook(ModuleHook):
         self._site = site
 
     def __call__(self, module: nn.Module, *passed: Any) -> None:
-        # torch.compile would trace the hook into the graph. Compiled code is recorded only in eager steps.
+        # Do nothing while torch.compile traces the hook. The hook records compiled code only in steps that run eagerly.
         tap = self._tap
         if torch.compiler.is_compiling() or is_tracing() or not tap._attached:
             return

@@ -26,7 +26,7 @@ __all__ = ["CostTap"]
 
 
 class _OutputGradients(OutputGradientTap):
-    """A tap of output gradients. :class:`CostTap` registers its hooks, so that this time is not measured."""
+    """A tap of output gradients. :class:`CostTap` registers its hooks, and excludes the time that this takes."""
 
     @override
     def _register(self, name: str, module: nn.Module) -> None:

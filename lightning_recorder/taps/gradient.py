@@ -169,7 +169,7 @@ class _CallNumbers:
 
     def __init__(self) -> None:
         self._begun: list[int] = []  # the sequence number at each call of the forward pass
-        self._begun_again: list[tuple[int, int]] = []  # the sequence number and the number of repeated calls
+        self._begun_again: list[tuple[int, int]] = []  # of each repeated call: the sequence number and the call number
         self._last: dict[tuple[int, int], int] = {}  # the number of the last repeated call, by backward pass and node
 
     def count(self) -> int:

@@ -315,7 +315,11 @@ def _views_in(entering: dict[_Edge, _Input]) -> dict[_Edge, _Base]:
 
 
 def _consumers(roots: Iterable[Node], call: _Call) -> dict[_Edge, dict[Node, list[int]]]:
-    """Return, by edge, the nodes of a call that consume its inputs or their bases, with the indices of these inputs."""
+    """Find the nodes of a call that consume the inputs of the call or the bases of these inputs.
+
+    Returns:
+        By the edge of the input or base: the consuming nodes, each with the indices of that edge among its own inputs.
+    """
     wanted = call.entering.keys() | {base.edge for base in call.views.values()}
     found: dict[_Edge, dict[Node, list[int]]] = {}
     todo = list(roots)

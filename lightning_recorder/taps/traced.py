@@ -169,7 +169,7 @@ class _TracedHook(ModuleHook):
 
     def receive(self, path: str, tensor: Tensor) -> None:
         """Pass a tensor to the tap. Called by the operators."""
-        # A checkpoint repeats forward hooks inside the backward pass.
+        # Ignore forward hooks that a checkpoint repeats inside the backward pass.
         if not self.is_gradient and in_backward():
             return
         if self._tap.per_call:
@@ -194,7 +194,7 @@ class _TracedHook(ModuleHook):
 
     def watch(self, path: str, tensor: Tensor) -> None:
         """Register a hook that passes the gradient of a tensor to the tap. Called by the operators."""
-        # A checkpoint repeats forward hooks inside the backward pass.
+        # Ignore forward hooks that a checkpoint repeats inside the backward pass.
         if not in_backward():
             self._tap.watch(tensor, partial(self.receive, path))
 

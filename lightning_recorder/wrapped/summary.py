@@ -464,7 +464,7 @@ class SummaryWatch(CallWatch):
         return shown
 
     def _owners(self) -> dict[int, nn.Module]:
-        """Return, by parameter id, the module for which each tied parameter counts: the module that is called first."""
+        """Return, by parameter id, the module at which each tied parameter is counted: the module called first."""
         found: dict[int, list[nn.Module]] = {}
         for name in dict.fromkeys([*(call.name for call in self.calls), *self.modules]):
             module = self.modules[name]
