@@ -108,8 +108,8 @@ class Sampling(Schedule):
         ArgumentError: If an argument has an invalid value. The message names the argument.
 
     Note:
-        The result depends only on the step and the epoch, so that all ranks record the same steps. ``when`` must depend
-        on nothing else, either.
+        The result depends only on the step and the epoch, so that all ranks record the same steps. The result of
+        ``when`` must not depend on anything else.
 
     Example:
         >>> [step for step in range(10) if Sampling(4)(step)]

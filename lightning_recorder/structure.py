@@ -149,7 +149,7 @@ class _Walk:
 
     def through(self, value: Any, path: str, around: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors in a value; ``around`` has the ids of the containers that enclose it."""
-        # Not isinstance, which would also read the value's own ``__class__``.
+        # Use issubclass instead of isinstance, which would also read the value's own ``__class__``.
         if issubclass(type(value), Tensor):
             yield path, value
             return

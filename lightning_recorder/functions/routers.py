@@ -255,7 +255,7 @@ def _choice(site: str, scores: Tensor, indices: Tensor, probabilities: Tensor, f
             shares = shares / shares.sum(-1, keepdim=True).clamp(min=torch.finfo(shares.dtype).tiny)
         best = scores.topk(chosen + 1, dim=-1).values
         margins = best[:, -2] - best[:, -1]
-        # If the choice is limited to some groups of experts, the scores of the others are infinite.
+        # If the choice is limited to some groups of experts, the scores of all other experts are infinite.
         margins = torch.where(margins.isinf(), 0.0, margins)
         found: dict[str, Tensor | float] = {
             "tokens": float(tokens),

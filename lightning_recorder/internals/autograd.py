@@ -170,7 +170,7 @@ except ImportError:
 
 
 # The code objects of the torch functions that call a module's forward and the forward of an ``autograd.Function``.
-# Fallback: ``None``; functions inside them are not recorded.
+# Fallback: ``None``; functions that are called inside them are not recorded.
 CALL_OF_MODULE: CodeType | None = getattr(getattr(nn.Module, "_call_impl", None), "__code__", None)
 CALL_OF_FUNCTION: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 
@@ -193,7 +193,7 @@ def fake_mode() -> Any:
         from torch._subclasses.fake_tensor import FakeTensorMode
     except ImportError as error:
         raise RecordingError(f"this torch has no fake tensors: {error}; record without device='meta'") from error
-    # Tensors in plain attributes of a module are real, and are converted when they are used.
+    # Allow real inputs: tensors in plain attributes of a module are real, and are converted when they are used.
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 

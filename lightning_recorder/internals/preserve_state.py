@@ -91,7 +91,7 @@ class ModuleState:
                 self.parameters[id(each)] = each
         for name, before in (("_parameters", parameters), ("_modules", modules)):
             if before:
-                # The entries of these tables are not searched.
+                # Save these tables without searching their entries.
                 self._contents[id(table[name])] = table[name], dict(before)
         if buffers and type(table["_buffers"]) not in _CONTAINERS:
             self._contents[id(table["_buffers"])] = table["_buffers"], dict(buffers)

@@ -53,7 +53,7 @@ class OverheadLimit:
         self._steps_ms += step_ms
 
     def add_recorded(self, steps: int, steps_ms: float, spent_ms: float) -> None:
-        """Add the total time of recorded steps and the recording time within it, in milliseconds."""
+        """Add the total time of recorded steps, and the part of it that recording took, in milliseconds."""
         if self._is_first:
             self._is_first = False
             return

@@ -473,7 +473,7 @@ class RunRecorder(RankMergingRecorder):
         self.overflow_steps = overflow_steps
         if self._timing.limit is not None:
             self._widen(max(self.every_n_train_steps, interval))
-        # Must be the same on all ranks, because it determines when a record is due.
+        # This number must be the same on all ranks, because it determines when a record is due.
         self._window.steps = open_steps
         if self._is_first and "states" in state_dict:
             self._load(state_dict["states"], state_dict.get("step_settings", {}))

@@ -80,7 +80,7 @@ class TracedTap(Tap):
         if not self._hooked and operators():
             self._hooked = True
             for kind in (_OutputHook, _InputHook):
-                # Hooks on a compiled module itself are called outside of its graph.
+                # Do not compile the hooks on a compiled module itself, which are called outside of its graph.
                 skip_frames_of(kind.__call__)
             self._visit_eagerly = torch.compiler.disable(_visited)
             for name, module in self.modules.items():
