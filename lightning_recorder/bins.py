@@ -11,7 +11,7 @@ BINS = 1 << (32 - BIN_SHIFT)
 """The number of bins, 2048. The first half is for positive values, the second half for negative values."""
 
 BINS_PER_OCTAVE = 1 << (23 - BIN_SHIFT)
-"""The number of bins between two powers of two, 4."""
+"""The number of bins between two consecutive powers of two, 4."""
 
 FINITE_BINS = BINS // 2 - BINS_PER_OCTAVE
 """The number of bins of one sign that hold finite values, 1020. The last octave holds infinities and NaN."""

@@ -53,7 +53,7 @@ def begin_run() -> None:
 
 
 def fits(path: str | Path, nbytes: int = UNKNOWN_BYTES) -> bool:
-    """Return True if the reserve remains free after a write.
+    """Return True if the reserve of disk space remains free after ``nbytes`` are written.
 
     If the free space of a disk cannot be read, the write is assumed to fit.
     """
@@ -62,7 +62,7 @@ def fits(path: str | Path, nbytes: int = UNKNOWN_BYTES) -> bool:
 
 
 def has_room(path: str | Path, nbytes: int = UNKNOWN_BYTES) -> bool:
-    """Return True if the reserve remains free after a write. Otherwise, warn once per disk and run."""
+    """Call :func:`fits`. If the result is False, warn once per disk and run."""
     if fits(path, nbytes):
         return True
     folder = _existing(path)
@@ -142,7 +142,7 @@ def append(path: Path, data: bytes, *, is_line: bool = False) -> int:
     # Open the file for each write, so that no descriptor is held across a fork, a copy of the callback or a move of the
     # folder.
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
-    with _APPEND_LOCK:  # several threads write to the same file, and a failed write is truncated
+    with _APPEND_LOCK:  # a failed write truncates the file, which must not cut off the data of another thread
         descriptor = os.open(path, flags, 0o666)
         try:
             end = os.lseek(descriptor, 0, os.SEEK_END)
@@ -195,7 +195,7 @@ def _device(folder: Path) -> int | str:
 def _existing(path: str | Path) -> Path:
     """Return the nearest existing folder of a path."""
     place, below = str(path), ""
-    # Strings instead of path objects, which would take most of the time. This runs for each write.
+    # Use strings, since path objects would take most of the time of this function. It runs for each write.
     while place != below and not os.path.isdir(place):  # noqa: PTH112 - never raises
         place, below = os.path.dirname(place), place  # noqa: PTH120
     return Path(place if place != below else "")

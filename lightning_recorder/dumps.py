@@ -181,7 +181,7 @@ _OF_RANK = re.compile(r"recorder-manifest(-rank\d+)?\.jsonl")
 
 
 def append_line(directory: Path, line: dict[str, Any], rank: int = 0) -> None:
-    """Append a line to the manifest, atomically. Call this after the dump is complete, so that each line has its dump.
+    """Append a line to the manifest, atomically. Call this after the dump is complete, so that each line has a dump.
 
     Each rank has its own manifest, because network file systems do not append atomically.
     """
@@ -204,8 +204,8 @@ def read_manifest(path: str | Path) -> list[dict[str, Any]]:
     """Return the dumps that are listed in a folder and still exist, by rank and then in the order of the first write.
 
     A dump that was overwritten, such as the dump next to ``last.ckpt``, appears once, with its newest line. A dump that
-    was removed together with its checkpoint is omitted. An incomplete last line, which a killed run may leave, is
-    ignored, and so is a dump if the run was killed before the line was written.
+    was removed together with its checkpoint is omitted. A dump is also omitted if the run was killed before the line of
+    the dump was written. An incomplete last line, which a killed run may leave, is ignored.
 
     Args:
         path: The ``log_dir`` of a run, for the dumps next to its checkpoints and in ``recorder/dumps``; or one of these

@@ -64,9 +64,10 @@ def callbacks_from_environment() -> list[Any]:
 def see_other_trainers() -> None:
     """Add a callback to each transformers Trainer, and explain how a plain loop is recorded or checked.
 
-    transformers has no entry point for callbacks, so this function is called when Python starts. ``site/`` has the
-    file that the installation puts next to the package, and the module for ``lightning-recorder run``, which also
-    works if the package is in a folder of ``PYTHONPATH``. This function never raises.
+    transformers has no entry point for callbacks, so this function is called when Python starts. Two files in ``site/``
+    call it: the ``.pth`` file that the installation puts next to the package, and ``sitecustomize.py`` for
+    ``lightning-recorder run``, which also works if the package is in a folder of ``PYTHONPATH``. This function never
+    raises.
     """
     if _looking or not setting() or is_switched_off():
         return

@@ -247,7 +247,7 @@ def closest(
 
 
 def imported(name: str, value: object) -> object:
-    """Return an object. If it is an import path, such as ``"package.module.function"``, import the object first.
+    """Return the object at an import path, such as ``"package.module.function"``, or any other value unchanged.
 
     Raises:
         ArgumentError: If the path cannot be imported. The message names the argument.

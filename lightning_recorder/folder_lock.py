@@ -27,7 +27,7 @@ class FolderLock:
     Note:
         This is an ``fcntl`` lock. The operating system releases it when the process ends for any reason, and forked
         processes do not share it. On a network file system with locks, it is valid across machines. On file systems
-        without locks, and on Windows, every process gets the lock. The lock file of a killed process is not locked.
+        without locks, and on Windows, every process gets the lock. A killed process leaves its lock file unlocked.
     """
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
@@ -43,7 +43,7 @@ def lock_folder(folder: Path) -> FolderLock | None:
         OSError: If the folder or the lock file cannot be created.
     """
     key = os.getpid(), folder.resolve()
-    with _LOCK:  # closing another descriptor of the file would release the lock
+    with _LOCK:  # open the file only once, since closing a second descriptor would release the lock
         lock = _held.get(key)
         if lock is None:
             path = key[1] / _NAME

@@ -32,7 +32,7 @@ __all__ = ["RecorderCallback"]
 STATE_FILE = "recorder.pt"
 """The file in a checkpoint folder with the saved state of the recorders."""
 
-_MOST_FRAMES = 8  # maximum number of frames between a hook and the loop of the trainer
+_MOST_FRAMES = 8  # maximum number of stack frames between a hook and the loop of the trainer
 
 
 class RecorderCallback(TrainerCallback):
@@ -179,7 +179,7 @@ class RecorderCallback(TrainerCallback):
         if self.monitor is not None and isinstance(loss, Tensor):
             self.monitor.note_loss(loss if self._scaler is None else self._scaler.scale(loss))
 
-    # Evaluations. There is no callback hook before their batches.
+    # Evaluations. There is no callback hook before the batches of an evaluation.
 
     def _begin_evaluation(self, model: Any) -> None:
         if self.monitor is None or self._evaluation is not None or model is None:
@@ -291,7 +291,7 @@ def _loop() -> Mapping[str, Any]:
 
 
 def _saved_state(state: Any) -> dict[str, Any]:
-    """Return the state of the recorders in the checkpoint that a training resumes; without it, only the position."""
+    """Return the recorders' state in the checkpoint to resume from; without such a state, only the step and epoch."""
     place = {"global_step": state.global_step, "current_epoch": int(state.epoch or 0), "batch_idx": 0}
     given = (each.get("resume_from_checkpoint") for each in islice(_frames(), 30))
     folder = next((each for each in given if isinstance(each, str)), None)

@@ -75,7 +75,7 @@ def arguments(
 
 
 def as_arguments(net: nn.Module, data: Any) -> Any:
-    """Wrap data in a list if the net takes it, a tuple, list or dictionary, as its only argument."""
+    """Wrap a tuple, list or dictionary in a list if the net takes the whole container as its only argument."""
     return [data] if isinstance(data, (tuple, list, Mapping)) and _takes_one(net, *arguments(data, None)) else data
 
 
@@ -93,7 +93,7 @@ def _takes_one(net: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     try:
         signature = inspect.signature(net.forward)
         signature.bind(object())
-    except (TypeError, ValueError):  # the net takes another number of arguments, or has no signature
+    except (TypeError, ValueError):  # the net does not accept exactly one argument, or has no signature
         return False
     try:
         signature.bind(*args, **kwargs)

@@ -154,8 +154,8 @@ def is_never_called(module: nn.Module) -> bool:
 def _lent_modules(registered: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the unregistered modules whose parameters are registered on another module.
 
-    Modules without parameters in the same container are included. A container with any other module, such as a list
-    that hides a teacher, is ignored.
+    Modules without parameters in the same container are included. A container that also has other modules, such as a
+    list that keeps a teacher network unregistered, is ignored.
     """
     known = {id(each) for each in registered.values()}
     lent: dict[str, nn.Module] = {}
@@ -209,7 +209,7 @@ _OWN = frozenset(vars(nn.Module()))
 
 _CONTAINERS = (list, tuple, dict)
 
-# A longer container holds data rather than layers.
+# The maximum length of a container of modules. A longer container holds data rather than layers.
 _MOST_NESTED = 1000
 
 

@@ -24,7 +24,7 @@ RUNNING_STATISTICS = ("running_mean", "running_var")
 
 
 class Site(NamedTuple):
-    """The place where a tensor was recorded: a module and the path of the tensor in it."""
+    """The place where a tensor was recorded: a module, and the path of the tensor in its inputs or outputs."""
 
     name: str
     """The name of the module."""
@@ -97,7 +97,7 @@ def closest_names(pattern: str, names: Iterable[str]) -> str:
 
 
 def corrected_glob(pattern: str, names: Iterable[str]) -> str:
-    """Correct a glob that matches nothing. Return an empty string without a likely correction, or for a plain name.
+    """Correct a glob that matches nothing. Return an empty string for a plain name or without a likely correction.
 
     Only segments that do not exist are replaced, each by the closest segment at its position. If that is not enough, a
     prefix is added or the first segment is removed.

@@ -9,7 +9,7 @@ __all__ = ["cell_or_path", "framed"]
 
 
 def cell_or_path(path: str) -> str:
-    """Return the path of a code file, or its name in IPython's messages for a notebook cell, such as ``Cell In[3]``."""
+    """Return the path of a code file; for a notebook cell, the name in IPython's messages, such as ``Cell In[3]``."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     format_name = getattr(getattr(shell, "compile", None), "format_code_name", None)
     found = None if format_name is None else format_name(path)
@@ -17,7 +17,7 @@ def cell_or_path(path: str) -> str:
 
 
 def framed(html: str, title: str, *, height_px: int, allow: str = "allow-popups") -> str:
-    """Return an HTML document as a sandboxed frame, which shares no names, styles and rights with the outer document.
+    """Return an HTML document as a sandboxed frame, which shares no names, styles or rights with the outer document.
 
     A viewer that removes frames, as in an untrusted notebook, shows the title. ``allow`` is the value of the frame's
     ``sandbox`` attribute.

@@ -34,7 +34,7 @@ class Lost:
 
 
 class Portable:
-    """Wrapper around a user's object, such as a function, in the state of its owner.
+    """Wrapper around a user's object, such as a function, so that the owner of the object can be copied and pickled.
 
     ``copy.copy`` and ``copy.deepcopy`` share the wrapped object. A pickle contains the object if ``pickle`` or, where
     installed, ``cloudpickle`` can store it. Otherwise, or if it cannot be restored, a :class:`Lost` replaces it. A
@@ -103,7 +103,7 @@ def _restore(data: bytes | None, what: str, argument: str) -> Portable:
 
 
 def unwrap(value: Any) -> Any:
-    """Return the object in a :class:`Portable`, a :class:`Lost` for a string, and any other object unchanged."""
+    """Return the object in a :class:`Portable`. Convert a string to :class:`Lost`; return other objects unchanged."""
     if isinstance(value, str):
         return Lost(value)
     return value.value if isinstance(value, Portable) else value

@@ -23,7 +23,7 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # "APIKey_2" has the words 
 # Word endings that denote a secret anywhere in a name, such as "db_password" and "clientsecret_2".
 _SECRET_WORDS = ("apikey", "credential", "passcode", "passphrase", "passwd", "password", "pwd", "secret", "webhook")
 
-# Words that denote a secret before "key", including names of services. Most other keys are entry names, as "batch_key".
+# Words that denote a secret before "key", including names of services. Most other keys name an entry: "batch_key".
 _OF_SECRET_KEYS = (
     *("access", "account", "api", "auth", "encryption", "license", "private", "secret", "signing", "ssh"),
     *("anthropic", "aws", "azure", "comet", "github", "huggingface", "neptune", "openai", "wandb"),
@@ -59,9 +59,9 @@ _RANDOM = re.compile(r"(?=\D*\d)(?=[^A-Za-z]*[A-Za-z])\S*([A-Za-z0-9]{16}|[0-9a-
 
 # Secrets that are recognized by their form.
 _FORM = re.compile(
-    r"(?<=://)[^\s/]*(?=@)"  # the user of an address
-    r"|(?<=://)[^\s/:@]+:(?!\d+/)[^\s@]{1,200}(?=@)"  # with a password that has a slash
-    r"|(?<![\w.+-])[\w.+-]+:[^\s:@/]{3,}(?=@\w)"  # without a scheme
+    r"(?<=://)[^\s/]*(?=@)"  # the user name and password in a URL
+    r"|(?<=://)[^\s/:@]+:(?!\d+/)[^\s@]{1,200}(?=@)"  # the same, if the password contains a slash
+    r"|(?<![\w.+-])[\w.+-]+:[^\s:@/]{3,}(?=@\w)"  # the same, in a URL without a scheme
     r"|(?<=\bBearer )(?=\S*\d)[^\s\"']{8,}"
     r"|(?<=\bBasic )(?=\S*\d)[A-Za-z0-9+/]{12,}={0,2}"
     r"|(?<=\bhooks\.slack\.com/services/)\S+"
@@ -77,7 +77,7 @@ _FORM = re.compile(
 # The name of a setting in a text, as in "api_key=…", "'api_key': '…'", "?sig=…" and "--api-key …", and its value.
 _NAME = re.compile(r"""(?<![\w.-])(?:([A-Za-z_][\w.-]*)["']?\s*[=:]\s*|--?([A-Za-z][\w-]*)(?:=|\s+))""")
 _VALUE = re.compile(r"""(?:(?:Basic|Bearer|Token)\s+)?(?:\(hidden\)|"[^"]*"?|'[^']*'?|[^\s"'&;,)}\]]+)""")
-_LONGEST = 200  # number of characters of a value that are checked
+_LONGEST = 200  # maximum number of characters of a value to check
 
 # The folder of a file with a suffix, or an absolute path. A module name, such as blocks.0/linear, does not match.
 _FOLDER = re.compile(
@@ -85,7 +85,7 @@ _FOLDER = re.compile(
 )
 _ADDRESS = re.compile(r"\b[A-Za-z][\w+.-]{0,30}://[^\s'\"]+")
 
-# The class of an error, which is kept, and its message, which may quote a sample. Advice of a finding may follow.
+# The class and the message of an error. The class is kept. The message may quote a sample, and may precede advice.
 _MESSAGE = re.compile(r"\b(failed: \w+|\w*(?:Error|Exception)): .*?(?=\. To know it: |$)", re.DOTALL)
 
 

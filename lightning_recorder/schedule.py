@@ -55,9 +55,9 @@ class Schedule:
             recording interval is increased, and the change is logged.
         stages: The stages to record: any of ``"train"``, ``"validate"``, ``"test"`` and ``"predict"``. Each evaluation
             is one record over all of its batches, under ``activations_validate/…`` and so on. The sanity check is not
-            recorded. Without ``"validate"``, only the first batches of validations after 100 steps are recorded, at
-            most one in a hundred, for the findings and the record file. Used by
-            :class:`~lightning_recorder.ActivationRecorder` only.
+            recorded. Without ``"validate"``, at most 1 % of the validation batches after step 100 are recorded, the
+            first ones of each validation, for the findings and the record file. Only
+            :class:`~lightning_recorder.ActivationRecorder` uses this argument.
 
     Raises:
         ArgumentError: If an argument has an invalid value. The message names the argument.
@@ -108,8 +108,8 @@ class Sampling(Schedule):
         ArgumentError: If an argument has an invalid value. The message names the argument.
 
     Note:
-        The result depends only on the step and the epoch, so that all ranks record the same steps. ``when`` must depend
-        on nothing else, either.
+        The result depends only on the step and the epoch, so that all ranks record the same steps. The result of
+        ``when`` must not depend on anything else.
 
     Example:
         >>> [step for step in range(10) if Sampling(4)(step)]
@@ -132,7 +132,7 @@ class Sampling(Schedule):
         super().__post_init__()
 
     def with_default(self, every_n_train_steps: int) -> Self:
-        """Return a copy with an interval. If none is set, use 1 with a window or predicate, else the given value."""
+        """Return a copy with an interval. If none is set, use 1 with a window or predicate, else the given interval."""
         if self.every_n_train_steps is not None:
             return self
         chosen = self.step_window is not None or self.when is not None

@@ -57,7 +57,7 @@ class Selection:
         exclude: Names or globs of modules to exclude, by any of their names. A pattern may match nothing.
         indices: Positions in ``enumerate(module.modules())``, starting at 0 for the root.
         labels: Pairs ``(depth, idx)``: the ``idx``-th module at that depth, starting at 1. Labels of a
-            :class:`~lightning_recorder.RecordedNet` count calls, not modules; ``net.labels[label]`` is a name.
+            :class:`~lightning_recorder.RecordedNet` count calls, not modules; ``net.labels[label]`` is a module name.
         depth: Nesting depths: 0 is the root, 1 its children. The entries of a ``ModuleList`` are one level deeper than
             the list.
         predicate: A function that takes the name and the module and returns True to select the module, or the import
@@ -131,7 +131,7 @@ class Selection:
 
     @property
     def _is_placed(self) -> bool:
-        """True if an argument is set that can select the root."""
+        """True if ``indices``, ``labels``, ``depth`` or ``predicate`` is set. Only these can select the root."""
         return any(given is not None for given in (self.indices, self.labels, self.depth, self.predicate))
 
     @property

@@ -55,7 +55,7 @@ _SYNONYMS = {
     "tensors": ("kinds", "what"),
     "dumps": ("dump", "save"),
 }  # fmt: skip
-"""Names in other packages, mapped to the arguments of this package."""
+"""Each argument of this package, with the names that other packages and users have for it."""
 
 _PARTS = {
     "quantiles": ("statistics", 'statistics=[…, "quantile_0.99"]'),
@@ -105,7 +105,7 @@ def checked_arguments(init: Init) -> Init:
 
 
 def extended_arguments(base: type, options: type) -> Callable[[Init], Init]:
-    """Decorate an ``__init__`` with ``**options`` like :func:`checked_arguments`, and show them in its signature.
+    """Decorate an ``__init__`` with ``**options`` like :func:`checked_arguments`, with the options in its signature.
 
     Args:
         base: The base class to which the options are passed, which defines their defaults.
@@ -158,8 +158,8 @@ def with_replacements(replacements: Mapping[str, str]) -> Callable[[Function], F
     """Decorate a function so that the error for an unknown argument has the code to write instead.
 
     Args:
-        replacements: The code to write for arguments of other libraries. If the function takes ``input_kwargs``, the
-            error suggests to pass any other argument to the model.
+        replacements: The code to write for arguments of other libraries. For any other unknown argument, the error
+            suggests to pass the argument to the model, if the function takes ``input_kwargs``.
 
     Raises:
         UnknownArgumentError: When the function is called with an unknown argument.

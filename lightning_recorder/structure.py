@@ -25,8 +25,8 @@ from lightning_recorder.errors import ArgumentError
 
 __all__ = ["describe_unknown", "held_tensors", "ignore_unknown", "iter_tensors", "register_container"]
 
-# Beyond these limits, an object is not a plausible output. They prevent a RecursionError for a long linked list, and an
-# endless traversal of nested containers that share their entries.
+# Beyond these limits, an object is not a plausible output. The limits prevent a RecursionError for a long linked list,
+# and an endless traversal of nested containers that share their entries.
 _MAX_DEPTH = 32
 _MAX_PARTS = 100_000
 
@@ -149,7 +149,7 @@ class _Walk:
 
     def through(self, value: Any, path: str, around: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors in a value; ``around`` has the ids of the containers that enclose it."""
-        # Not isinstance, which would also read the value's own ``__class__``.
+        # Use issubclass instead of isinstance, which would also read the value's own ``__class__``.
         if issubclass(type(value), Tensor):
             yield path, value
             return
@@ -259,7 +259,7 @@ def _memory(value: object) -> int | None:
 
 @contextmanager
 def _foreign_code() -> Iterator[None]:
-    """Protect the training from user code that only the recorder runs: its random numbers and its tensors."""
+    """Protect the training's random numbers and tensors from user code that runs only because of the recorder."""
     numpy: Any = sys.modules.get("numpy")
     python, legacy = random.getstate(), None if numpy is None else numpy.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
@@ -332,8 +332,8 @@ _REGISTERED: dict[type | str, _Parts] = {}
 _BUILT_IN: dict[type | str, _Parts] = {
     # The other three fields of a PackedSequence are lengths and permutations, not activations.
     PackedSequence: _attributes("data"),
-    # By name, since transformers may not be installed. The first three have no module, since models with custom code
-    # have copies of them. ``Cache`` has a module, since other libraries use the same name.
+    # Classes by name, since transformers may not be installed. The first three names have no module, since models with
+    # custom code have copies of these classes. ``Cache`` has a module, since other libraries use the same name.
     "DynamicCache": _cache,
     "StaticCache": _cache,
     "EncoderDecoderCache": _attributes("self_attention_cache", "cross_attention_cache"),

@@ -141,7 +141,7 @@ def _remove_if_dead(path: Path) -> None:
             with (path / _LOCK).open("r+b") as file:
                 if _lock(file):
                     _remove_tree(path)
-        except FileNotFoundError:  # the process was killed before it created the lock, or after it removed it
+        except FileNotFoundError:  # the process was killed before it created its lock file or after it removed the file
             path.rmdir()
 
 
@@ -161,7 +161,8 @@ def _make(parent: Path, *, is_folder: bool = False) -> tuple[Path, BinaryIO]:
             raise
         if sys.platform == "win32":
             return path, file
-        if not _lock(file, wait=True):  # without locks on this file system, no other process uses this name
+        # On a file system without locks, rename the file, so that no process removes it as a leftover.
+        if not _lock(file, wait=True):
             return path.rename(path.with_name(f".{path.name.removeprefix(_PREFIX)}")), file
         if lock.exists():
             return path, file
@@ -169,7 +170,7 @@ def _make(parent: Path, *, is_folder: bool = False) -> tuple[Path, BinaryIO]:
 
 
 def _lock(file: BinaryIO, *, wait: bool = False) -> bool:
-    """Lock a file until it is closed. Return False if this fails, or if it is locked elsewhere and not ``wait``."""
+    """Lock a file until it is closed. Return False on failure. With ``wait``, wait for the lock of another process."""
     if sys.platform == "win32":
         return False
     import fcntl

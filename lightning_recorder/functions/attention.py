@@ -22,7 +22,7 @@ MOST_SAMPLES, MOST_QUERIES = 4, 8
 """The maximum numbers of samples per batch and of queries per sequence whose scores are computed."""
 
 HIDDEN = -5000.0
-"""Keys with a score or mask up to this value are masked. Masks use -10000, the lowest number of the dtype, or -inf."""
+"""A key is masked if its score or mask is at most this value. Masks use -10000, the dtype's lowest number, or -inf."""
 
 _MOST_SCORES = 1 << 22  # 16 MiB; a few copies exist at a time
 _MOST_VALUES = 64  # keys per sample whose value vectors are read
@@ -33,7 +33,7 @@ class Scores(NamedTuple):
 
     Args:
         largest: The largest score of each query and head; zero for a query that may not attend to any key.
-        block: The numbers of each head, ``[24, heads]``; see ``HEAD_SLOTS``.
+        block: The statistics of each head, ``[24, heads]``; see ``HEAD_SLOTS``.
     """
 
     largest: Tensor
@@ -129,8 +129,8 @@ def _scores(sample: _Sample, padding: Tensor | None = None) -> Scores:
     if hidden is not None:
         deviations.masked_fill_(hidden, 0.0)
     largest = shown.amax(-1)
-    # Numbers of each query that may attend to two keys, [samples, heads, queries]. All are summed in one operation,
-    # because the overhead of an operation exceeds its arithmetic.
+    # Values of each query that may attend to two or more keys, [samples, heads, queries]. All are summed in one
+    # operation, because the overhead of an operation exceeds its arithmetic.
     each_query = {
         "queries": torch.ones_like(entropy),
         "entropy": entropy,
@@ -179,7 +179,7 @@ def _scores(sample: _Sample, padding: Tensor | None = None) -> Scores:
         found["valued"] = 1.0
     if sample.alike is not None:
         found["minus_least_alike"] = -sample.alike.amin((0, 2))
-    # Zero for queries without visible keys, so that the statistics of the largest scores are finite.
+    # Use zero for queries without visible keys, so that the statistics of the largest scores are finite.
     return Scores(torch.where(sees, largest, 0.0), slots_of_scores(HEAD_SLOTS, found, scores[0, :, 0, 0]))
 
 
@@ -301,7 +301,7 @@ def _of_softmax(module: nn.Module | None, scores: Tensor, *args: Any, **kwargs: 
     places = _places(samples, heads, queries, keys)
     some = places.of(whole).float()
     hidden = some <= HIDDEN
-    # Attention without a mask is common, but checking whether any key is masked would synchronize the device.
+    # Attention often has no mask, but checking whether ``hidden`` has a true value would synchronize the device.
     rows = places.rows(queries, scores.device)
     return _Sample(some, hidden, rows, queries == keys, is_masked=False, each_sample=places.each_sample)
 
@@ -335,7 +335,7 @@ _DEEPEST = 12
 
 
 def _is_product(node: Node | None) -> bool:
-    """Return True if values come from a batched product of two tensors, through a scale, a mask or a soft cap."""
+    """Return True for a batched product of two tensors, possibly followed by a scale, a mask or a soft cap."""
     level = [] if node is None else [node]
     seen: set[Node] = set()
     for _ in range(_DEEPEST):
@@ -355,7 +355,7 @@ def _signature() -> inspect.Signature:
 def _of_module(module: nn.Module | None, *args: Any, **kwargs: Any) -> _Sample | None:
     """Read ``multi_head_attention_forward``, the function of ``nn.MultiheadAttention``, by projecting a sample again.
 
-    No function mode is active inside this function, so its own projections cannot be observed.
+    No function mode is active inside ``multi_head_attention_forward``, so its own projections cannot be observed.
     """
     given = _signature().bind(*args, **kwargs)
     given.apply_defaults()

@@ -63,7 +63,7 @@ class BatchTap(Tap):
             self._guarded(_NAME, None, self._record, batch)
 
     def _record(self, name: str, batch: Any) -> None:
-        # Without this, reading each property of the tensors would call the active function mode.
+        # Disable function modes: otherwise, reading each property of the tensors would call the active mode.
         with without_functions():
             self._pass_on("", islice(self._readable(batch), _MOST_TENSORS))
 

@@ -29,7 +29,7 @@ _WEIGHTING = {
     "binary_cross_entropy_with_logits": ("pos_weight", 6),
 }
 _OF_CLASSES = ("cross_entropy", "nll_loss", "multi_margin_loss")
-# The threshold from which an output predicts the second class.
+# An output above this threshold predicts the second class.
 _OF_TWO_CLASSES = {"binary_cross_entropy": 0.5, "binary_cross_entropy_with_logits": 0.0}
 
 
@@ -71,7 +71,7 @@ def sides_of_loss(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def _weights(
     name: str, sides: Mapping[str, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return the weight of each class and of each target. Ignored targets weigh 0. Empty without weights."""
+    """Return the weight of each class and of each target; empty without class weights. Ignored targets weigh 0."""
     if name not in _WEIGHTING:
         return {}
     argument, place = _WEIGHTING[name]
@@ -141,7 +141,7 @@ def classes_of_loss(
         return {}
     values = {"in.prediction": predicted, "in.target": meant}
     ignored = _ignored_class(name, args, kwargs)
-    # Only targets need a range check. It is skipped otherwise, as an operation takes as long as small statistics.
+    # Only targets need a range check. It is skipped for predictions, since each additional operation costs time.
     return {f"{path}{CLASS_COUNTS}": _in_bins(each, ignored, each is target) for path, each in values.items()}
 
 
@@ -154,16 +154,16 @@ def _in_bins(classes: Tensor, ignored: int, may_be_outside: bool) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _table(device: torch.device, ignored: int) -> Tensor:
-    """Return one number in the bin of each class from 0 to 1000, followed by one for -1; ``[1002]`` float32.
+    """Return a number in the histogram bin of each class: classes 0 to 1000, then class -1; ``[1002]`` float32.
 
-    The 4 KB are cached on the device.
+    The tensor of 4 KB is cached on the device.
     """
     bins = [*range(FIRST_CLASS_BIN, FIRST_CLASS_BIN + CLASSES), NO_CLASS_BIN, NO_CLASS_BIN]
     if 0 <= ignored < CLASSES:
         bins[ignored] = NO_CLASS_BIN
     with torch.inference_mode(False):
         words = torch.tensor(bins, dtype=torch.int64, device="cpu") << BIN_SHIFT
-        # A plain copy to the device would synchronize it.
+        # A blocking copy would synchronize the device.
         return words.to(torch.int32).view(torch.float32).to(device, non_blocking=True)
 
 
@@ -198,7 +198,9 @@ def share_of_next(target: Tensor, tokens: Tensor, *, ahead: int = 1) -> Tensor |
 
 
 def share_of_ends(target: Tensor, tokens: Tensor, end: int) -> Tensor | None:
-    """Return the fraction of sequences in which the first end token after another token is a target; 0-d.
+    """Return the fraction of sequences whose end token is a target; 0-d.
+
+    The end token of a sequence is the first ``end`` that follows another token. Later ``end`` tokens are not counted.
 
     Args:
         target: The targets, as for :func:`share_of_next`.
@@ -231,7 +233,7 @@ def padding_of(tokens: Tensor, padding: int) -> Tensor:
     Args:
         tokens: The tokens, ``[samples, positions]``.
         padding: The padding token. Inside a sequence, this token is not padding. If every sequence begins with exactly
-            one, it is a start token.
+            one padding token, that token counts as a start token.
 
     Example:
         >>> import torch
@@ -248,7 +250,7 @@ def padding_of(tokens: Tensor, padding: int) -> Tensor:
 
 
 def some_of(tensor: Tensor) -> Tensor:
-    """Return the tensor, or the first samples of a large tensor, with about a million values, to bound the cost."""
+    """Return the tensor. To bound the cost, return only the first samples of a large tensor, about a million values."""
     if type(tensor) is not Tensor or not tensor.dim() or tensor.numel() <= _MOST_VALUES:
         return tensor
     return tensor[: max(1, _MOST_VALUES * len(tensor) // tensor.numel())]

@@ -34,7 +34,7 @@ class Choice(NamedTuple):
         name: The name of the site: the function that chose.
         best: The probability of the best expert of each token, ``[tokens]``; None if this choice adds experts to an
             earlier choice for the same tokens.
-        block: The numbers of each expert, ``[7, experts]``; see ``EXPERT_SLOTS``.
+        block: The statistics of each expert, ``[7, experts]``; see ``EXPERT_SLOTS``.
     """
 
     name: str
@@ -47,7 +47,7 @@ class _Call(NamedTuple):
 
     Args:
         probabilities: The expert probabilities computed so far, each with the function that computed it.
-        choices: Choices from scores without probabilities so far, by the shape of the chosen scores.
+        choices: Choices from scores whose probabilities have not been computed yet, by the shape of the chosen scores.
         masked: The same choices, by the shape of all scores.
         used: The probabilities from which experts were chosen.
         margins: The sums of the margins of the latest choices, by the name of the site.
@@ -255,7 +255,7 @@ def _choice(site: str, scores: Tensor, indices: Tensor, probabilities: Tensor, f
             shares = shares / shares.sum(-1, keepdim=True).clamp(min=torch.finfo(shares.dtype).tiny)
         best = scores.topk(chosen + 1, dim=-1).values
         margins = best[:, -2] - best[:, -1]
-        # If the choice is limited to some groups of experts, the scores of the others are infinite.
+        # If the choice is limited to some groups of experts, the scores of all other experts are infinite.
         margins = torch.where(margins.isinf(), 0.0, margins)
         found: dict[str, Tensor | float] = {
             "tokens": float(tokens),

@@ -123,7 +123,7 @@ DEFAULT_KINDS = ("activations", "losses")
 """The kinds that are recorded by default."""
 
 SCORE_KINDS = ("heads", "experts")
-"""The scores inside functions that are recorded by default: of attention heads and of experts."""
+"""The kinds of scores inside functions, recorded by default: scores of attention heads and of experts."""
 
 FUNCTIONS: Mapping[str, FunctionKind] = MappingProxyType(
     {
@@ -158,7 +158,7 @@ SCORED = frozenset(
         *("softmax", "special_expit", "special_softmax", "topk"),
     )
 )
-"""The functions in attention and routers, and the embedding, which receives the tokens."""
+"""The functions to observe for the scores in attention and routers, and the embedding, which receives the tokens."""
 
 SCORES = "in.scores"
 """The path of the scores inside attention and routers."""

@@ -142,7 +142,7 @@ class ChosenFunctions:
 
     @property
     def has_batches(self) -> bool:
-        """True if the tensors of batches are recorded: with losses, unless sites are named."""
+        """True if the tensors of batches are recorded: if losses are recorded and no sites or types are named."""
         return self._names is None and self._types is None and "cross_entropy" in self.functions
 
     def has_batch(self, path: str) -> bool:
@@ -277,7 +277,7 @@ class _FunctionMode(TorchFunctionMode):
         self._thread = get_ident()
         self._taps: list[_FunctionTap] = []
         self._is_entered = False
-        self._holds = 0  # calls of compiled code that run without the mode
+        self._holds = 0  # the number of running calls of compiled code, during which the mode is removed
         self._counts: dict[int, dict[str, int]] = {}  # by module call: the number of calls of each function
 
     def add(self, tap: _FunctionTap) -> None:
@@ -305,7 +305,7 @@ class _FunctionMode(TorchFunctionMode):
         self.update()
 
     def update(self) -> None:
-        """Enter or leave the mode as needed. From another thread, this is impossible, and the mode stays inactive."""
+        """Enter or leave the mode as needed. Only the thread of the mode can do this; other threads do nothing."""
         is_wanted = not self._holds and not all(map(_RESTS, self._taps))
         if is_wanted is not self._is_entered and self._thread == get_ident():
             self._is_entered = is_wanted
@@ -480,7 +480,7 @@ class _FunctionTap(Tap):
         """Receive a call of a function that may be part of attention or of a router."""
 
 
-_MOST_TOKENS = 4  # token inputs per step: encoder and decoder, each with positions
+_MOST_TOKENS = 4  # maximum number of token inputs per step: encoder and decoder, each with positions
 
 
 class FunctionOutputTap(_FunctionTap, OutputTap):
@@ -528,26 +528,26 @@ class FunctionOutputTap(_FunctionTap, OutputTap):
         self._pass_on(name, found)
 
     def _shares_of_next(self, target: Tensor, ahead: int) -> list[Tensor]:
-        """Return the largest fraction of targets that are a later token of a token input of the step, if any."""
+        """Return the largest fraction of targets that equal a later token of a token input; empty without inputs."""
         same = [each for each in self._tokens if each.device == target.device]
         shares = [each for each in (share_of_next(target, tokens, ahead=ahead) for tokens in same) if each is not None]
         return [torch.stack(shares).amax()] if shares else []
 
     def _shares_of_ends(self, target: Tensor) -> list[Tensor]:
-        """Return the fraction of end tokens that are targets, for the latest tokens, if the end token is known."""
+        """Return the fraction of end tokens in the latest token input that are targets; empty if unknown."""
         same = [each for each in self._tokens if each.device == target.device]
         end = self.chosen.end_token
         shares = [share_of_ends(target, each, end) for each in same] if end is not None else []
         return [each for each in shares if each is not None][-1:]
 
     receive_scores: Callable[[Site, Tensor | None, Tensor], None] | None = None
-    """A receiver of the scores of each query or token, and of the numbers of each head or expert; or None.
+    """A receiver of the scores of each query or token, and of the statistics of each head or expert; or None.
 
     The scores are None if a router chooses additional experts for the same tokens.
     """
 
     time_of: Callable[[str], Stopwatch] = staticmethod(lambda option: Stopwatch())
-    """A function that returns the stopwatch of ``"attention"`` or ``"experts"``. By default, times are not used."""
+    """A function that returns the stopwatch of ``"attention"`` or ``"experts"``. By default, times are discarded."""
 
     @cached_property
     def _routers(self) -> RouterReader:
@@ -607,8 +607,8 @@ class FunctionOutputTap(_FunctionTap, OutputTap):
 class FunctionGradientTap(_FunctionTap, OutputGradientTap):
     """Records the gradients of the results of functions, except losses; arguments as for ``_FunctionTap``.
 
-    The gradients of functions inside a reentrant checkpoint are not recorded. Its graph is built inside the backward
-    pass, where no function mode is active.
+    The gradients of functions inside a reentrant checkpoint are not recorded, because the graph of such a checkpoint is
+    built inside the backward pass, where no function mode is active.
     """
 
     @override

@@ -1,7 +1,7 @@
 """Access to private PyTorch APIs for autograd graphs and module calls.
 
-No other file of the package uses them. Each docstring documents the fallback for PyTorch versions without the private
-name. If a PyTorch release renames it, recording degrades but the run does not fail.
+No other file of the package uses these APIs. Each docstring documents the fallback for PyTorch versions without the
+private name. If a PyTorch release renames a private name, recording degrades but the run does not fail.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ except ImportError:
 
 
 # The code objects of the torch functions that call a module's forward and the forward of an ``autograd.Function``.
-# Fallback: ``None``; functions inside them are not recorded.
+# Fallback: ``None``; functions that are called inside them are not recorded.
 CALL_OF_MODULE: CodeType | None = getattr(getattr(nn.Module, "_call_impl", None), "__code__", None)
 CALL_OF_FUNCTION: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 
@@ -193,7 +193,7 @@ def fake_mode() -> Any:
         from torch._subclasses.fake_tensor import FakeTensorMode
     except ImportError as error:
         raise RecordingError(f"this torch has no fake tensors: {error}; record without device='meta'") from error
-    # Tensors in plain attributes of a module are real, and are converted when they are used.
+    # Allow real inputs: tensors in plain attributes of a module are real, and are converted when they are used.
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -217,7 +217,7 @@ def current_function_mode() -> object:
 def current_node() -> Node | None:
     """Return the autograd node that is running in this thread, or ``None`` outside of a backward pass.
 
-    Fallback: ``None``; an operation of the backward pass belongs to no module.
+    Fallback: ``None``; operations of the backward pass are attributed to no module.
     """
     node: Node | None = _current_autograd_node()
     return node
@@ -226,7 +226,7 @@ def current_node() -> Node | None:
 def function_behind(tensor: Tensor) -> type | None:
     """Return the ``autograd.Function`` that created a tensor, or ``None``.
 
-    Fallback: ``None``; its output is attributed to the last torch function called inside it.
+    Fallback: ``None``; the output of such a function is attributed to the last torch function called inside it.
     """
     made_by = tensor.grad_fn if tensor.requires_grad else None
     return getattr(made_by, "_forward_cls", None)
@@ -268,7 +268,7 @@ def in_backward() -> bool:
 
 
 # Returns an object inside a ``torch.func`` transform, from which values cannot escape, and None outside.
-# Fallback: None; only tensors that are wrappers themselves are skipped.
+# Fallback: None; inside a transform, only wrapper tensors are skipped.
 in_transform: Callable[[], object] = peek_interpreter_stack
 
 
@@ -280,7 +280,7 @@ is_tracing: Callable[[], bool] = _is_tracing
 def is_transformed(tensor: Tensor) -> bool:
     """Return True for a wrapper tensor of ``torch.func`` or of a batched backward pass, whose value cannot escape.
 
-    Fallback: ``False``; the update raises an error, which becomes a warning.
+    Fallback: ``False``; recording such a tensor raises an error, which becomes a warning.
     """
     return bool(is_functorch_wrapped_tensor(tensor) or is_legacy_batchedtensor(tensor) or _is_functional_tensor(tensor))
 
@@ -460,7 +460,7 @@ def vmap_numel(tensors: Iterable[Tensor]) -> int:
 
 
 # Creates a context that disables ``__torch_function__`` of modes and tensor subclasses. Under a function mode, even
-# reading a shape is a Python call. Not wrapped in a function, since it is entered twice for each recorded function.
+# reading a shape is a Python call. This is an alias and no function, since it is entered twice per recorded function.
 # Fallback: a null context; recording takes several times as long.
 without_functions: Callable[[], contextlib.AbstractContextManager[Any]] = DisableTorchFunction
 
@@ -496,7 +496,7 @@ def version_of(tensor: Tensor) -> int | None:
 
 
 # Returns the number of in-place writes to a tensor. Raises a RuntimeError for tensors that do not count them.
-# Fallback: torch documents this attribute, and every tensor has it.
+# No fallback is needed, since torch documents this attribute and every tensor has it.
 counted_version: Callable[[Tensor], int] = attrgetter("_version")
 
 

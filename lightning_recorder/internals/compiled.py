@@ -88,7 +88,7 @@ def observe_compiled_calls(observer: CompiledCallObserver, *, first: bool = Fals
 
 
 def _remove_dead(reference: object, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-    if not is_finalizing():  # a default argument, because module globals may already be None
+    if not is_finalizing():  # a default argument, because at shutdown module globals may be None
         stop_observing(None)
 
 
@@ -197,7 +197,7 @@ def _uses_flex_attention(module: nn.Module) -> bool:
 
 
 class _Stance:
-    """The single stance of the process and the number of its holders."""
+    """The stance of torch.compile, which is global to the process, and the number of holds on it."""
 
     # Reentrant, since the garbage collector may release an abandoned hold while this thread acquires or releases
     # another hold.
@@ -226,8 +226,8 @@ class EagerStance:
 
     Hooks that are registered on a compiled module after its first call silently never fire. Under the stance they do
     fire, and the compiled code is reused afterwards without recompilation. Holds are counted, because several recorders
-    may hold the stance during the same step and release it in the order in which they acquired it. Context managers
-    that do not end in reverse order would stay in eager mode.
+    may hold the stance during the same step and release it in the order in which they acquired it. Without the count,
+    a release in that order would leave the process in eager mode.
 
     Note:
         The stance is global to the process. If ``torch._dynamo`` was never imported, nothing is compiled and holding
@@ -241,7 +241,7 @@ class EagerStance:
 
     @property
     def ran(self) -> tuple[str, ...]:
-        """Names of compiled code that ran eagerly during all holds of this object, in any thread of the process.
+        """Names of the compiled code that ran eagerly while this object held the stance, in any thread of the process.
 
         Empty if the user's own stance runs everything eagerly.
         """

@@ -92,7 +92,7 @@ class _Probe(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, token: Tensor, path: str) -> Tensor:
         ctx.token, ctx.path = token, path
-        # Not a view for autograd, which would forbid in-place operations on the result.
+        # Return the result of ``detach``, because autograd would forbid in-place operations on a view.
         return value.detach()
 
     @staticmethod
@@ -102,8 +102,8 @@ class _Probe(torch.autograd.Function):
 
 
 def _probe(value: Tensor, token: Tensor, path: str, given: list[Tensor]) -> Tensor:
-    # If the caller also uses the original tensor, the identity changes the order in which autograd sums the gradient. A
-    # hook does not change the order, but is lost when a view is changed in place.
+    # If the caller also uses the original tensor, the identity function ``_Probe`` changes the order in which autograd
+    # sums the gradient. A hook does not change the order, but is lost when a view is changed in place.
     if value.grad_fn is None or not is_view(value) or any(each is value for each in given):
         _watch(token, value, path)
         return value
@@ -116,7 +116,8 @@ def _watch(token: Tensor, value: Tensor, path: str) -> None:
     if not isinstance(value, _symbolic()):
         _watch_now(token, value, path)
     elif value.grad_fn is None or not value.grad_fn.next_functions:
-        # The tensor is an input of the graph, which only computes part of its gradient. Register the hook at run time.
+        # The tensor is an input of the graph, so the graph computes only part of the tensor's gradient. Register the
+        # hook at run time, when autograd computes the whole gradient.
         torch.ops.lightning_recorder.watch_now(token, value, path)
     else:
         _allow_changes(token)
@@ -147,7 +148,7 @@ def _allow_changes(token: Tensor) -> None:
     The operators are declared to change their token, but do not. Without this exclusion, a graph that is called twice
     before the backward pass, such as the graph of a shared block, would raise with the backend ``aot_eager``.
     """
-    with suppress(Exception):  # private functions of torch; not every caller traces
+    with suppress(Exception):  # private functions of torch, which fail if the caller is not tracing
         from torch.fx.experimental.proxy_tensor import _get_proxies
 
         for proxy in _get_proxies(token):

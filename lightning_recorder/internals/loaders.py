@@ -78,7 +78,7 @@ def forget_indices(loader: object) -> None:
 
 
 def kept_of(iterator: object) -> object:
-    """Return the sampler iterator of a data loader iterator, which keeps the indices, or the argument itself."""
+    """Return the sampler iterator of a data loader iterator, which keeps the indices; without one, the argument."""
     return getattr(iterator, "_sampler_iter", iterator)
 
 
@@ -98,7 +98,7 @@ def kept_batch(kept: object, number: int) -> Any:
 def current_batch(iterator: object, ahead: int) -> tuple[int | None, Any]:
     """Return the number of a batch in an iterator over a data loader, and the indices of its samples.
 
-    Each of both is None if it is unknown.
+    Each of the two is None if unknown.
 
     Args:
         iterator: The iterator.
@@ -171,7 +171,7 @@ def base_rows(loader: object) -> tuple[object, list[int]] | None:
 
 
 class _KeepsIndices(DataLoader[Any]):
-    """The first base class of a loader that keeps indices."""
+    """The base class that :func:`keep_indices` puts before the class of a loader."""
 
     @property
     @override
@@ -226,7 +226,7 @@ class _KeptSampler(_Kept):
     """A sampler whose iterators keep the indices that they yield."""
 
     def __iter__(self) -> Iterator[Any]:
-        # Not lazily, because some samplers draw random numbers in ``__iter__`` and others at the first item.
+        # Create the iterator now, because some samplers draw random numbers in ``__iter__``, others at the first item.
         inner = iter(self._inner)
         return (_StatefulIterator if _is_stateful(inner) else _KeptIterator)(inner)
 

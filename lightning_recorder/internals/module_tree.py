@@ -250,7 +250,7 @@ def stored_attribute(owner: object, name: str, default: Any = None) -> Any:
     return default if found is _MISSING or hasattr(type(found), "__get__") else found
 
 
-# The getters of ``type``, not wrapped in functions, since a capture calls them for each module.
+# These are the getters of ``type`` themselves. A capture calls them for each module, so a wrapper would cost time.
 class_name: Callable[[type], str] = vars(type)["__name__"].__get__
 """Return ``__name__`` of a class."""
 

@@ -91,7 +91,7 @@ class ModuleState:
                 self.parameters[id(each)] = each
         for name, before in (("_parameters", parameters), ("_modules", modules)):
             if before:
-                # The entries of these tables are not searched.
+                # Save these tables without searching their entries.
                 self._contents[id(table[name])] = table[name], dict(before)
         if buffers and type(table["_buffers"]) not in _CONTAINERS:
             self._contents[id(table["_buffers"])] = table["_buffers"], dict(buffers)
@@ -240,7 +240,7 @@ def _is_lazy(module: nn.Module) -> bool:
 
 
 def own_copies(values: Mapping[Any, Any], copied: Callable[[Tensor], Tensor] = Tensor.clone) -> dict[Any, Any]:
-    """Return copies whose tensors the net may write to. ``copied`` copies the detached tensors, at any depth."""
+    """Return copies that the net may write to. The function ``copied`` copies each detached tensor, at any depth."""
     # copy.deepcopy rejects tensors computed by autograd, so put their copies into the memo. The memo also preserves
     # identity, because attention checks whether its query is its key.
     tensors = [tensor for _, tensor in iter_tensors(values)]
@@ -295,7 +295,7 @@ def same_random_numbers(devices: Iterable[torch.device]) -> Iterator[None]:
 @contextmanager
 def same_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Restore ``grad`` and ``requires_grad`` of leaf tensors on exit. Inside the block, the gradients are None."""
-    # Set aside instead of copied, so that a backward pass creates new gradients and does not accumulate into these.
+    # Set the gradients aside without copying, so that a backward pass creates new gradients instead of adding to these.
     leaves = [(each, each.requires_grad, each.grad) for each in tensors if each.is_leaf]
     for leaf, _, gradient in leaves:
         if gradient is not None:

@@ -27,7 +27,7 @@ class RandomStates:
     Note:
         Does not wait for a device, because the state of a CUDA generator is a seed and an offset on the host. Reading
         the state takes 50 µs for NumPy and 15 µs for Python. Each state is therefore read again only if the memory of
-        its generator has changed. The position and 15 words are compared.
+        its generator has changed. Only the position and 15 words of the memory are compared.
     """
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
@@ -55,7 +55,7 @@ class RandomStates:
 
     def equal(self, other: RandomStates) -> bool:
         """Return True if both states are equal, which means that no number was drawn in between."""
-        # States of Python and NumPy are read again only if they have changed.
+        # Unchanged states of Python and NumPy are usually the same object, because they are not read again.
         are_same = self.python is other.python or self.python == other.python
         are_same &= self.numpy is other.numpy or repr(self.numpy) == repr(other.numpy)
         ours, theirs = self.tensors(), other.tensors()
@@ -98,7 +98,7 @@ class RandomStates:
 @contextmanager
 def unchanged_random_numbers(device: torch.device) -> Iterator[None]:
     """Restore the generators of the CPU and of a device on exit, if their states have changed."""
-    # Other devices have different functions.
+    # The generators of other devices need other functions, and are not restored.
     devices = [device] if device.type in ("cuda", "xpu") else []
     before = RandomStates(devices)
     try:

@@ -18,8 +18,8 @@ def missing_ranks(name: str, *, timeout_s: float) -> list[int] | None:
 
     Args:
         name: A name that is equal on all ranks, used once.
-        timeout_s: The time that the first rank waits for the other ranks. They wait three times as long for the
-            decision of the first rank.
+        timeout_s: The time that the first rank waits for the other ranks. The other ranks wait three times as long for
+            the decision of the first rank.
 
     Returns:
         On the first rank, the missing ranks. On other ranks, an empty list if no rank is missing. Otherwise, ``[0]`` if

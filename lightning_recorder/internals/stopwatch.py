@@ -80,7 +80,7 @@ class Stopwatch:
         return 1000 * sum(self._spans)
 
     def take_ms(self) -> float:
-        """Return the total time of all spans since the last call, in milliseconds: the larger of host and GPU time."""
+        """Return the larger of the host time and the GPU time of all spans since the last call, in milliseconds."""
         spans, self._spans = self._spans, []
         events, self._events = self._events, []
         on_gpu: float = sum(first.elapsed_time(last) for first, last in events if last.query())

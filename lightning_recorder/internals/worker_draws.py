@@ -69,7 +69,7 @@ class WatchedCollate:
 def draws_of(watched: WatchedCollate) -> list[Draws]:
     """Return the generators that are used in each batch and have the same seed in all workers.
 
-    With a single worker, these are all generators that are used. Compare them with another epoch.
+    With a single worker, return all generators that are used, for a comparison with another epoch.
     """
     table = watched.table.clone()
     used = table[table[:, -1, 0, 2] > 0] if watched.names else table[:0]

@@ -106,7 +106,7 @@ class MergeableAccumulator(Accumulator):
 
     @abstractmethod
     def copy(self, device: torch.device | str | None = None) -> MergeableAccumulator:
-        """Return an independent copy, on another device if ``device`` is given."""
+        """Return a copy that shares no memory with this accumulator, on ``device`` if given."""
 
     @property
     @abstractmethod
@@ -115,7 +115,7 @@ class MergeableAccumulator(Accumulator):
 
     @abstractmethod
     def merged(self, payloads: Sequence[Any]) -> MergeableAccumulator:
-        """Return an accumulator with the states of several processes, each from :attr:`payload`."""
+        """Return an accumulator with the merged states of several processes, each from :attr:`payload`."""
 
     @property
     def nbytes(self) -> int:
@@ -238,7 +238,7 @@ class _FoldAccumulator(MergeableAccumulator):
         return self._value
 
     def update(self, tensor: Tensor) -> bool:
-        # A copy, because the function may keep the tensor or write to it.
+        # Copy the tensor, because the function may keep it or write to it.
         new = tensor.clone()
         if isinstance(self._value, Tensor) and self._value.device != new.device:  # loaded on another device
             self._value = self._value.to(new.device)
@@ -356,7 +356,7 @@ class _MetricAccumulator(_ComputedAccumulator, MergeableAccumulator):
         self._metric.reset()
         self._metric.persistent(True)
         # Computing the result on one rank must not wait for other ranks. This also holds for nested metrics.
-        # torchmetrics reads ``sync_on_compute`` only at construction and in ``forward``.
+        # torchmetrics reads ``sync_on_compute`` only at construction and in ``forward``, so set ``_to_sync``, too.
         inner = self._metric.modules() if isinstance(self._metric, nn.Module) else [self._metric]
         for each in inner:
             each.sync_on_compute = each._to_sync = False
@@ -380,7 +380,7 @@ class _MetricAccumulator(_ComputedAccumulator, MergeableAccumulator):
         new = self.copy()
         for name, reduce in self._metric._reductions.items():
             states = [each[name] for each in payloads]
-            # The same reduction as in ``Metric.sync`` of torchmetrics.
+            # Reduce the states as ``Metric.sync`` of torchmetrics does.
             if isinstance(states[0], list):
                 found = [part for state in states for part in state]
                 setattr(new._metric, name, reduce(found) if reduce is not None and found else found)

@@ -31,7 +31,7 @@ _MUCH = 20_480  # bytes per site; log the size of larger states
 _log = logging.getLogger("lightning_recorder")
 
 
-# The states for these devices are on the CPU. Each tensor is copied to the CPU, which synchronizes the device.
+# Devices without float64. Their states are on the CPU. Each tensor is copied to the CPU, which synchronizes the device.
 _WITHOUT_FLOAT64 = ("mps",)
 
 _CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ class StateBank(Generic[Key]):
 
     Raises:
         ArgumentError: If the reduction violates the contract. For a reduction that depends on the shape, :meth:`add`
-            raises this error.
+            raises this error instead of the constructor.
 
     Note:
         Rows are allocated under a lock, because forward and backward hooks run in different threads on a GPU. Updating
@@ -79,7 +79,7 @@ class StateBank(Generic[Key]):
     """
 
     def __init__(self, reduction: Reduction) -> None:
-        # Computed once, since a model may have thousands of sites.
+        # Compute both once, since a model may have thousands of sites.
         self._is_sized, self._kind = reduction.is_sized, repr(reduction)
         if self._is_sized:
             reduction.validate()
@@ -187,7 +187,7 @@ class StateBank(Generic[Key]):
                     new.append(index)
                     continue
                 there, place = places[key]
-                if there.shape[1] == states.shape[1]:  # if the shape differs between devices, the first state is enough
+                if there.shape[1] == states.shape[1]:  # states of other shapes cannot be merged, so keep the first
                     row.reduction.merge_states(there[place], states[index])
             if len(new) < len(keys):
                 states = states[new]

@@ -121,7 +121,7 @@ class Reduction(ABC):
 
     @property
     def partial(self) -> Reduction | None:
-        """The reduction for the first slots, whose states :meth:`update_deferred` returns, or ``None``."""
+        """The reduction of the states that :meth:`update_deferred` returns, for the first slots; or ``None``."""
         return None
 
     def merge_states(self, state: Tensor, other: Tensor) -> None:
@@ -153,7 +153,7 @@ class Reduction(ABC):
 
     @property
     def is_sized(self) -> bool:
-        """True if the width is known. A width that depends on the shape of the first tensor is unknown until then."""
+        """True if the width is known. A width that depends on the tensors is unknown before the first tensor."""
         return True
 
     def sized_for(self, values: Values) -> Self:

@@ -155,7 +155,7 @@ class RecycledRows(Generic[Key]):
         self._spare: list[_Rows[Key]] = []
         self._packed: list[tuple[NDArray[np.float64], list[Key]]] = []
         self._rows: dict[Key, Tensor] = {}
-        self._gone: set[Key] = set()  # the keys in the copies
+        self._gone: set[Key] = set()  # the keys whose rows were copied and freed
         self._thread: int | None = None
 
     @property
@@ -193,7 +193,7 @@ class RecycledRows(Generic[Key]):
         if row is None and key not in self._gone and self.is_allocated:
             if self._thread is None:
                 self._thread = threading.get_ident()
-            if self._thread == threading.get_ident():  # another thread might be updating a row that would be copied
+            if self._thread == threading.get_ident():  # another thread might update a row during its copy
                 row = self._rows[key] = self._next_row(key)
         return row
 
@@ -208,7 +208,7 @@ class RecycledRows(Generic[Key]):
         return rows.rows[len(rows.keys) - 1]
 
     def _pack(self, rows: _Rows[Key]) -> None:
-        """Copy rows without empty bins, and free them. If all rows are taken, no torch operation runs."""
+        """Copy the taken rows without their empty bins, and free them. If all are taken, no torch operation runs."""
         packed = rows.packed()
         if packed is not None:
             self._packed.append((packed, rows.keys))

@@ -64,7 +64,7 @@ class HeadEntropy(ShapedReduction):
         if self.logits:
             weights = rows.softmax(-1)
         else:
-            # Dropout zeroes some weights and scales the others.
+            # Normalize the weights again, since dropout zeroes some weights and scales the others.
             rows = weights = torch.where((rows < 0).any(-1, keepdim=True), torch.nan, rows / rows.sum(-1, keepdim=True))
         entropies = -torch.special.xlogy(weights, weights).sum(-1)
         known = entropies.isfinite()
@@ -133,7 +133,7 @@ class ExpertLoad(ShapedReduction):
         known = rows.isfinite().all(-1, keepdim=True)
         weights = finite_or_zero(rows)
         weights = (weights.softmax(-1) if self.logits else weights) * known
-        # A stable sort, so that all devices and ranks break ties in the same way.
+        # Use a stable sort, so that all devices and ranks break ties in the same way.
         chosen = weights.sort(dim=-1, descending=True, stable=True).indices[:, : self.top_k]
         lead[0] += known.sum()
         lead[1] -= torch.special.xlogy(weights, weights).sum()

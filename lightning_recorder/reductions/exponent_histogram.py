@@ -54,8 +54,8 @@ class ExponentHistogram(Reduction):
 
     State: ``[2048]`` counts. Bins 0 to 1019 hold ``+0`` and the positive values in ascending order, bins 1024 to 2043
     hold ``-0`` and the negative values by magnitude, and the octaves from 1020 and from 2044 hold infinities and NaN.
-    The first bin of each sign reaches up to 2**-128, so :class:`Tallies` counts exact zeros. With ``sample`` the state
-    has one more slot: the number of all values.
+    The first bin of each sign also holds magnitudes up to 2**-128; only :class:`Tallies` counts exact zeros. With
+    ``sample`` the state has one more slot: the number of all values.
 
     Statistics: ``histogram``, the counts; with ``sample`` also ``histogram_fraction``, the fraction of the values that
     were counted; for each q of ``quantiles`` also ``quantile_<q>``, the value below which the fraction q of the finite

@@ -36,7 +36,7 @@ _FAR_ABOVE = 20.0
 _SAMPLED = 2**13  # values per tensor converted for a record
 _GROUP = 128  # neighboring values of a row sampled together; a multiple of all block sizes
 _ROUNDS = 4
-_ROUNDING = 1 + 1e-6  # by rounding, the largest value divided by its own scale may exceed the limit
+_ROUNDING = 1 + 1e-6  # after rounding, the largest value divided by its own scale may exceed the limit
 
 
 class FormatError(NamedTuple):
@@ -93,7 +93,7 @@ def why_not_measured(tensor: Tensor) -> str:
     if not tensor.is_floating_point():
         return "not floating-point"
     if str(tensor.dtype).removeprefix("torch.") not in ("float32", "float64", *FORMATS):
-        return "quantized"  # packed into bytes, or the scales of blocks
+        return "quantized"  # a dtype for packed values or for the scales of blocks
     if tensor.dim() < 2:
         return "fewer than two dimensions"
     if tensor.is_meta:
@@ -194,7 +194,7 @@ def _median(ordered: Tensor) -> float:
 
 
 def _outliers(peaks: Tensor, shape: tuple[int, ...]) -> list[Outlier]:
-    """Return the entries that are far above the median of the others. All large entries share this median.
+    """Return the entries that are far above the median of all entries but the largest one.
 
     If the median is zero, nothing is an outlier, because there is no scale to compare with.
     """

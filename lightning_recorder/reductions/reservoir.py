@@ -71,7 +71,7 @@ class Reservoir(Reduction):
         bounds = torch.arange(drawn + 1, device=state.device) * values.numel // drawn
         places = bounds[:-1] + (inside * bounds.diff()).long() + (first[0] * values.numel).long()
         places %= values.numel
-        fresh = torch.full_like(state, torch.nan)  # filled on the device: a copy to it would synchronize
+        fresh = torch.full_like(state, torch.nan)  # filled on the device, since a copy from the host would synchronize
         fresh[1 : 1 + self.size] = torch.inf
         fresh[0] = values.numel
         fresh[1 : 1 + drawn] = keys

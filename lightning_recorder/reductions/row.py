@@ -50,7 +50,7 @@ PARTS: dict[type[ScalarReduction], tuple[str, ...]] = {
 """The reductions whose states form the first slots of a row, in order, with the names of their slots."""
 
 DERIVED_STATISTICS = ("sum", "variance")
-"""Statistics that are not recorded, because they can be computed from others."""
+"""Statistics that are not recorded, because they can be computed from recorded statistics."""
 
 _COUNTS = ("count", "nan_count", "inf_count")
 

@@ -97,7 +97,8 @@ def moments_of(values: Values) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """
     count = values.finite_count
     mean = values.finite.sum(dtype=torch.float64) / count.clamp(min=1)
-    # Always copied, whatever the dtype. The subtraction preserves NaN and infinities, which then become zero.
+    # Copy values of any dtype, since the next steps are in place. The subtraction preserves NaN and infinities, which
+    # then become zero.
     deviations = finite_or_zero_(values.flat.to(torch.float64, copy=True).sub_(mean))
     return count, mean, sum_of_products(deviations, deviations), deviations
 
@@ -353,8 +354,8 @@ class BatchSpread(Reduction):
     """Variation between the rows of a matrix, such as the samples of a batch, relative to the size of the values.
 
     State: the sum of the squared deviations from the column means, and the sum of the squares. States are merged by
-    addition, so the deviations are those from the means of each tensor. Statistic: ``batch_spread``, the square root of
-    the first number divided by the second: rms(x - mean over the first dimension) / rms(x). It is 0 for equal rows and
+    addition, so each deviation is from the mean of its own tensor. Statistic: ``batch_spread``, the square root of the
+    first number divided by the second: rms(x - mean over the first dimension) / rms(x). It is 0 for equal rows and
     1 for columns of mean zero. It is NaN if all values are zero, and for tensors that are not ``[samples, features]``
     or not finite.
 

@@ -151,7 +151,7 @@ def whole_dimension(dim: int, values: Values) -> int:
 
 
 def check_unsharded(dims: frozenset[int]) -> None:
-    """Check that there are no sharded dimensions. Each rank has other indices of a sharded dimension.
+    """Check that there are no sharded dimensions, because each rank has only some indices of a sharded dimension.
 
     Raises:
         ArgumentError: If there are sharded dimensions.

@@ -137,7 +137,7 @@ def as_reductions(given: Any, taken: Iterable[str] = ()) -> list[Reduction | Use
         given: The reductions.
         taken: The names of statistics that exist already.
 
-    Classes are instantiated, and import paths are imported. A ``MetricCollection`` gives one reduction per metric.
+    Classes are instantiated, and import paths are imported. A ``MetricCollection`` becomes one reduction per metric.
 
     Raises:
         ArgumentError: If an entry is not a reduction, or if two results have the same name.

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 PLAIN_TYPES = (Tensor, nn.Parameter)
-"""The tensor classes that hold nothing but their values."""
+"""The tensor classes that store their values in their own memory. Subclasses may store them differently."""
 
 _MOST_DENSE = 1 << 28  # the largest numel of a sparse tensor that is made dense: 1 GiB of float32
 
@@ -142,7 +142,7 @@ class Values:
         """Return at most ``most`` values of :attr:`flat`: all values, or the values at :func:`sample_places`."""
         if self.numel <= most:
             return self.flat
-        # A plain copy to the device would synchronize it.
+        # A blocking copy would synchronize the device.
         return self.at(torch.from_numpy(sample_places(self.numel, most)).to(self.real.device, non_blocking=True))
 
     def at(self, places: Tensor) -> Tensor:

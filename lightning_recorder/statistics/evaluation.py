@@ -1,4 +1,4 @@
-"""Recorders of evaluations: one records all batches, with one record per data loader, the other only first batches."""
+"""Recorders of evaluations: one records all batches, the other records only the first batches."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class EvaluationSampler(EvaluationRecorder):
     """
 
     SHARE = 0.01
-    """The largest share of the batches."""
+    """The maximum fraction of the evaluation batches of a run to record."""
 
     def __init__(
         self, recorder: BaseStatisticsRecorder, stage: str, on_record: Callable[[Record], None], **options: Any
@@ -154,7 +154,7 @@ class EvaluationSampler(EvaluationRecorder):
     @override
     def finish(self, step: int, epoch: int, loaders: int = 1) -> None:
         if self._has_record:
-            # One record only: records of several loaders have the same step, and readers use the first of them.
+            # Write only one record: records of several loaders have the same step, and readers use only the first one.
             super().finish(step, epoch)
         else:
             self.interrupt()

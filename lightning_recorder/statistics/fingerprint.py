@@ -59,7 +59,7 @@ def batch_fingerprint(batch: Any) -> Tensor | None:
         >>> (one == other).tolist()
         [False, True]
     """
-    # The methods of a tensor subclass may need attributes that new tensors of this subclass do not have.
+    # Disable the methods of tensor subclasses, which may need attributes that new tensors of the subclass do not have.
     with pause_recording(), without_functions():
         found = None
         for place, (_, tensor) in enumerate(iter_tensors(batch, unknown=ignore_unknown)):
@@ -74,7 +74,7 @@ def batch_fingerprint(batch: Any) -> Tensor | None:
                 if type(tensor) is Tensor:
                     raise
                 continue
-            # Depends on the order of the tensors, so that swapping two tensors changes the checksum.
+            # The result depends on the order of the tensors, so that swapping two tensors changes the checksum.
             found = own if found is None else found * 31 + own.to(found.device)
         return found
 
@@ -194,7 +194,7 @@ def _numbers_of_graphs(batch: Any, values: int) -> Tensor | None:
         return None
     found = torch.zeros(2, len(ends) - 1, dtype=torch.int64, device=place.device)
     for each in known.values():
-        if not _is_readable(each) or len(each) not in (len(place), len(ends) - 1):  # such as the edges
+        if not _is_readable(each) or len(each) not in (len(place), len(ends) - 1):  # such as edges
             continue
         rows = _scrambled(_rows_of_tensor(each.detach(), values))
         own = found.new_zeros(len(ends) - 1).index_add_(0, place, rows) if len(each) == len(place) else rows
@@ -219,7 +219,7 @@ def different_values(batch: Any) -> Tensor | None:
 
 
 def values_of_each(samples: int) -> int:
-    """Return the number of values to read per sample in batches of about this size. It bounds the time per batch."""
+    """Return the number of values to read per sample in batches of about this size. It limits the time per batch."""
     return max(_FEWEST_VALUES, min(_MOST_VALUES, _MOST_OF_BATCH // max(1, samples)))
 
 
@@ -243,7 +243,7 @@ def _rows_of_tensor(tensor: Tensor, most: int) -> Tensor:
 def _rows_of_array(array: NDArray[Any], most: int) -> NDArray[np.int64]:
     some = array[_selection(array.shape, len(array), most)]
     values = some.reshape(len(some), -1).astype(np.int64)
-    # The low bits of round floats are zero, so the low bits of their products would be zero, too.
+    # Mix high bits into the low bits, which are zero for round floats and would then be zero in their products, too.
     values ^= values >> 4 * array.itemsize
     found: NDArray[np.int64] = values @ _factors(values.shape[1])
     return found
@@ -292,7 +292,7 @@ class _Plan(NamedTuple):
 
     arguments: tuple[int, int, int, int, int, int]
     kept: tuple[Any, ...]
-    """Owns the memory that the arguments point to."""
+    """The objects that own the memory that the arguments point to."""
 
 
 @lru_cache(maxsize=64)
@@ -365,7 +365,7 @@ def _of_array(array: NDArray[Any]) -> NDArray[np.int64]:
 
 @lru_cache(maxsize=32)
 def odd_numbers(count: int) -> NDArray[np.int64]:
-    """Return the first odd numbers."""
+    """Return the first ``count`` odd numbers."""
     return np.arange(count, dtype=np.int64) * 2 + 1
 
 

@@ -259,7 +259,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
         if parameter is not None and adds_to(parameter):  # not a gradient that torch.autograd.grad returns
             with self.states.times["noise_scale"]:
                 own = Site(site.name, site.path + _BATCH_GRADIENT)
-                # No extra reductions, because they would take their time for each batch.
+                # Skip the extra reductions, which would take additional time in each batch.
                 self.states.add(own, tensor, self.batch_factor, extra=False)
 
     @override
@@ -268,8 +268,8 @@ class OptimizerRecorder(BaseStatisticsRecorder):
 
     @override
     def remove(self) -> None:
-        # Complete a step in progress first, because the optimizer may have no hooks. The end of a step is unknown for
-        # optimizers that are not subclasses of torch's.
+        # First complete steps in progress, because an optimizer without hooks does not report the end of a step. For
+        # optimizers that are not subclasses of torch's, it is unknown whether the step has ended, so discard it.
         for step in list(self._steps):
             if isinstance(step.optimizer, Optimizer):
                 self._after(step)
@@ -315,7 +315,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
             self._note_settings(optimizer, parameters)
             for each in self._running_statistics(parameters):
                 self._add(each, "", each.tensor, wanted="buffers")
-            # If the optimizer has hooks, this runs before its step, while the parameters still have the old values.
+            # With hooks, this runs before the step, while the parameters have the old values: no need for kept values.
             kept = {} if hasattr(optimizer, "register_step_post_hook") else self._kept
             self._kept = {}
             for each in parameters:
@@ -335,7 +335,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
                 self._give_up_updates(error)
         after = getattr(optimizer, "register_step_post_hook", None)
         if after is not None and not any(each is optimizer for each in self._hooked):
-            # Removed only in remove(), because torch iterates over the optimizer's hooks while it calls this hook.
+            # Only remove() removes the hook, because torch iterates over the optimizer's hooks while it calls the hook.
             with suppress(AttributeError):  # a class that does not call ``Optimizer.__init__`` has no hooks
                 self._handles.append(after(partial(_after, self)))
                 self._hooked.append(optimizer)
@@ -374,7 +374,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
         self._settings.update({each.site: by_parameter[id(each.tensor)] for each in parameters})
 
     def _running_statistics(self, parameters: list[_Parameter]) -> list[_Parameter]:
-        """Return the running statistics of the modules that have the parameters, on the first rank.
+        """Return, on the first rank only, the running statistics of the modules that have the parameters.
 
         DDP keeps the buffers of the first rank: it broadcasts them to the other ranks before each forward pass.
         """
@@ -478,7 +478,7 @@ def _is_sharded(tensor: Tensor) -> bool:
 
 
 def _is_first_mesh(mesh: Any) -> bool:
-    """Return True if this rank is the first one in those dimensions of the root mesh that a submesh lacks.
+    """Return True if this rank has index 0 in each dimension of the root mesh that the given submesh lacks.
 
     There is no public API for the root mesh. Fallback: treat the submesh as the root mesh.
     """
@@ -504,7 +504,7 @@ def with_update_ratios(found: Table) -> Table:
         return found.with_column("update_ratio", change / weight, has)
 
 
-# Not methods, so that pickling an optimizer in the middle of a step does not pickle the recorder.
+# Functions instead of methods, so that pickling an optimizer in the middle of a step does not pickle the recorder.
 def _before(recorder: OptimizerRecorder, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:  # with a closure, the gradients are not computed yet

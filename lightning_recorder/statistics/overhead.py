@@ -53,7 +53,7 @@ class OverheadLimit:
         self._steps_ms += step_ms
 
     def add_recorded(self, steps: int, steps_ms: float, spent_ms: float) -> None:
-        """Add the total time of recorded steps and the recording time within it, in milliseconds."""
+        """Add the total time of recorded steps, and the part of it that recording took, in milliseconds."""
         if self._is_first:
             self._is_first = False
             return
@@ -72,7 +72,7 @@ class OverheadLimit:
 
 
 class StepTiming:
-    """Measure the step times of a run and how much of them recording takes."""
+    """Measure the step times of a run, and the part of each step time that recording takes."""
 
     def __init__(self, device: Device, clock: Callable[[], float], limit: OverheadLimit | None = None) -> None:
         self.stopwatch = Stopwatch(device, clock=clock)
@@ -122,7 +122,7 @@ class StepTiming:
 
     @contextmanager
     def delivery(self) -> Iterator[None]:
-        """Measure the delivery of a record. The time is added to that of the next record."""
+        """Measure the delivery of a record. This time counts as recording time of the next record."""
         began = self._clock()
         with self.stopwatch:
             yield

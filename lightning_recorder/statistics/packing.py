@@ -38,7 +38,7 @@ class _Kind(NamedTuple):
     flags: Tensor
     """The flags of each site, combined over the ranks; uint8 of shape ``[sites]``."""
     states: Tensor
-    """The merged states, float64 of shape ``[sites, width]``. If all are copies, the state of the lowest rank."""
+    """The merged states, ``[sites, width]`` float64. At a site where all ranks have copies, the lowest rank's state."""
     means: Tensor
     """The smallest and the largest per-rank mean, float64 of shape ``[2, sites]``; NaN if unknown."""
     diverged: Tensor
@@ -54,7 +54,7 @@ class Contribution:
         absent: The ranks without states, because their recorder has failed or because they cannot be reached.
         left_out: The sites at which a reduction is skipped on any rank.
         refused: The sites whose states cannot be merged, with the reason.
-        values: A pickled object of each rank.
+        values: A pickled object for each rank, by rank.
         error: The error that this rank raised when it packed its states.
     """
 
@@ -178,7 +178,7 @@ def _kind(bank: int, group: Collected[Site], copies: Collection[Site]) -> _Kind:
 
 
 def _merged(one: _Kind, other: _Kind) -> _Kind:
-    """Merge the states of two sets of ranks for the same reduction. The ranks of ``one`` are lower."""
+    """Merge the states of two sets of ranks for one reduction. The ranks of ``one`` are the lower ranks."""
     if one.sites != other.sites:
         sites = tuple(dict.fromkeys((*one.sites, *other.sites)))
         one, other = _spread(one, sites), _spread(other, sites)
@@ -219,7 +219,7 @@ def _spread(kind: _Kind, sites: tuple[Site, ...]) -> _Kind:
 
 
 class _Shape(NamedTuple):
-    """The description of a kind, which rarely changes between two messages of a rank."""
+    """A :class:`_Kind` without its states. Rarely differs between two messages of a rank."""
 
     bank: int
     described: str
@@ -282,7 +282,7 @@ class Decoder:
         Args:
             scope: The scope that the sender passed to :meth:`Encoder.encode`.
             message: The message.
-            own: The states of this rank. Its reductions replace those that the sender could not pickle.
+            own: The states of this rank. Its reductions replace reductions that the sender could not pickle.
         """
         end = 8 + int.from_bytes(message[:8], "little")
         about = pickle.loads(message[8:end])

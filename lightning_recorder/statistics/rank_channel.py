@@ -174,7 +174,7 @@ class RankChannel:
         for child in self.children:
             states = None if child in self._lost else self._receive(child, job, merged)
             if states is None:
-                # The child and the ranks below it in the tree.
+                # The states of the child, and of the ranks below it in the tree, are missing.
                 merged.absent += tuple(range(child, min(2 * child - self.rank, self.ranks)))
             else:
                 merged.merge(states)

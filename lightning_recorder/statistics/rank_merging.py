@@ -50,7 +50,7 @@ class PendingMerge:
     """A merge in the background.
 
     Args:
-        exchange: The exchange.
+        exchange: The exchange that merges the states.
         scope: The origin of the states.
         own: The states of this rank.
         result: A future of the merged states.
@@ -91,8 +91,9 @@ class Exchange:
     """Merge the states of all ranks on rank zero, in the background.
 
     All exchanges of a process use one :class:`~lightning_recorder.statistics.rank_channel.RankChannel`. Every rank must
-    call the same methods in the same order. A rank whose recorder has failed calls them without states. A module may
-    run on one rank only. If this rank can no longer communicate, :attr:`is_open` becomes False.
+    call the same methods in the same order. A rank whose recorder has failed calls them without states. The ranks may
+    have different sites, because a module may run on one rank only. If this rank can no longer communicate,
+    :attr:`is_open` becomes False.
 
     Args:
         device: The device of the model's tensors, for collectives of the training's process group.

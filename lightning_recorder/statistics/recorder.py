@@ -109,7 +109,7 @@ class BaseStatisticsRecorder(ABC):
 
     @property
     def replicated(self) -> frozenset[Site]:
-        """The sites whose tensors are copied on other ranks. Empty if each rank has its own batches."""
+        """The sites whose tensors are copies of tensors on other ranks. Empty if each rank has its own batches."""
         return frozenset()
 
     def traces(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class BaseStatisticsRecorder(ABC):
     def settings(self) -> dict[Site, dict[str, float]]:
         """Return scalars of sites that are not statistics of a tensor.
 
-        The only one is ``eval_mode``: 1.0 at the sites of modules in eval mode, and absent in training mode.
+        By default, the only scalar is ``eval_mode``: 1.0 at the sites of modules in eval mode, absent in training mode.
         """
         away = {name for name, module in self.modules.items() if not is_training(module)}
         return {site: {"eval_mode": 1.0} for site in self.states.sites if site.name in away} if away else {}
@@ -264,7 +264,7 @@ class StatisticsRecorder(BaseStatisticsRecorder):
             each.fast_path, each.per_call, each.eager = self._try_fast_path, per_call, eager
             each.traced = traced
             if isinstance(each, _OF_FUNCTIONS):
-                each.per_call = False  # the names of the calls always keep them apart
+                each.per_call = False  # each call of a function already has its own site name
             if isinstance(each, FunctionOutputTap):
                 each.receive_scores, each.time_of = self._receive_scores, self._time_of
 

@@ -46,9 +46,9 @@ class RunWindow:
     steps: int = 0
     """The number of steps whose statistics are in the states. The same on all ranks."""
     has_overflow: bool = False
-    """True if a step overflowed. The same on all ranks."""
+    """True if a step of the window overflowed. The same on all ranks."""
     is_covered: bool = False
-    """True if the hooks were registered in one of the steps."""
+    """True if the hooks were registered in a step of the window."""
     is_merged: bool = False
     """True if this rank holds the statistics of all ranks, from a checkpoint."""
 
@@ -357,7 +357,7 @@ class RunRecorder(RankMergingRecorder):
             pending = self.submit()
             merged = Merged(NOTHING) if pending is not None else self.alone()
             if overflowed:
-                self._roll_back()  # the next step must follow the last step that was not skipped
+                self._roll_back()  # ordered statistics must not compare the next step with the skipped step
             times = self.recorder.states.take_ms_of_options()
             with self.contained():
                 self.recorder.states.reset()
@@ -473,7 +473,7 @@ class RunRecorder(RankMergingRecorder):
         self.overflow_steps = overflow_steps
         if self._timing.limit is not None:
             self._widen(max(self.every_n_train_steps, interval))
-        # Must be the same on all ranks, because it determines when a record is due.
+        # This number must be the same on all ranks, because it determines when a record is due.
         self._window.steps = open_steps
         if self._is_first and "states" in state_dict:
             self._load(state_dict["states"], state_dict.get("step_settings", {}))

@@ -38,7 +38,7 @@ __all__ = ["SiteStates"]
 
 _SCORES = (HeadScores, ExpertScores)  # reductions of precomputed numbers instead of the tensor itself
 _LASTING = 256  # the first sites have a permanent row each, 4 MiB in total; all other sites share rows
-_MOST_AGAIN = 64  # if more sites come again later in one record, several batches are being merged
+_MOST_AGAIN = 64  # if more sites receive tensors again after losing their rows, a record has several batches
 
 
 class SiteStates:
@@ -259,7 +259,7 @@ class SiteStates:
         """Return a copy of the current states, from which another thread can compute the statistics.
 
         Args:
-            names: The modules in order.
+            names: The names of the modules, in order.
             device: The device of the copies. Copies on the CPU synchronize the device of the tensors.
             compact: Leave out the empty bins of the histograms, if the states are on the CPU.
         """

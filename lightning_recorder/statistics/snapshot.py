@@ -54,7 +54,7 @@ class Snapshot:
     """The states of the sites at one point in time.
 
     Args:
-        names: The modules in order.
+        names: The names of the modules, in order.
         groups: The states of the sites for each reduction, starting with the default statistics.
         left_out: The sites at which each reduction is skipped.
         rank_means: The smallest and the largest per-rank mean of the sites that several ranks have seen.
@@ -97,7 +97,7 @@ class Snapshot:
         return not statistics_of([replace(self, groups=self.groups[:1], users=())])[0]
 
     def without_ranks(self) -> Snapshot:
-        """Return a copy without differences between ranks, which are meaningless in states that one rank has loaded."""
+        """Return a copy without differences between ranks, which are meaningless if rank zero loaded merged states."""
         return replace(self, rank_means={}, diverged=frozenset())
 
     def resembles(self, other: Snapshot) -> bool:

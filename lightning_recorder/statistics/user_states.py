@@ -66,7 +66,7 @@ class UserStates:
         if site in self._left_out:
             return
         try:
-            # Tensors created in inference mode could not be updated outside of it.
+            # Leave inference mode, because tensors created in it could not be updated outside of it.
             as_alone = torch.inference_mode(False), torch.no_grad(), unchanged_random_numbers(tensor.device)
             with as_alone[0], as_alone[1], as_alone[2], without_autocast(tensor.device):
                 state = self._active.get(site) or self._idle.get(site) or self.reduction.new()
@@ -159,7 +159,7 @@ def _saved(reduction: UserReduction, states: Mapping[Site, MergeableAccumulator]
 def merge_snapshots(
     reduction: UserReduction, payloads: Sequence[tuple[dict[Site, Any], frozenset[Site]]]
 ) -> UserSnapshot:
-    """Merge the states of several processes, given in rank order. Unmergeable states are those of the first rank."""
+    """Merge the states of several processes, given in rank order. If that is impossible, keep those of the first."""
     if not reduction.is_mergeable:
         payloads = payloads[:1]
     found: dict[Site, list[Any]] = {}

@@ -78,7 +78,7 @@ class Tap(ABC):
     """
 
     _during_backward: ClassVar[bool] = False
-    """Record the module calls that checkpointing repeats inside the backward pass."""
+    """True to record the module calls that checkpointing repeats inside the backward pass."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Tap(ABC):
         """A fast path that is tried before ``receive``, with a plain tensor that is not detached. It either processes
         the tensor without any torch operation and returns True, or returns False to fall back to ``receive``."""
         self.called: set[str] = set()
-        """The names of the modules whose hooks were called; may be cleared."""
+        """The names of the modules whose hooks were called. A user of the tap may clear this set."""
         self.per_call = False
         """Keep the calls of a module apart: the paths of its n-th call since :meth:`attach` end with ``#n``. A gradient
         has the number of the forward call."""
@@ -186,7 +186,7 @@ class Tap(ABC):
         self._keep(hookable(module).register_forward_hook(_CallHook(self, name, ends=True), always_call=True))
 
     def _enter_compiled(self, function: Callable[..., Any], /) -> Callable[[Any, Any, Any], object] | None:
-        """Remove the hooks during a call of compiled code, because with a hook it would be compiled again."""
+        """Remove the hooks during a call of compiled code, because hooks would cause a recompilation."""
         if self._thread != threading.get_ident() or not self._hooks_on_modules:
             return None
         if compiled_owner(function) not in self.traced:
@@ -247,10 +247,10 @@ class Tap(ABC):
             handle.remove()
 
     def _guarded(self, name: str, site: Site | None, function: Callable[..., None], *args: Any) -> None:
-        """Call a function from a hook, if the hook may record, and keep its errors from the model.
+        """Call a function from a hook, if the hook may record, and keep errors of the function from the model.
 
-        Most of the overhead of a hook is in the call of the function. If the last argument is a plain tensor, the fast
-        path is tried first. ``site`` is the site of this tensor, or ``None`` for no fast path.
+        Calling the function is most of the overhead of a hook. Therefore, if the last argument is a plain tensor, the
+        fast path is tried first. ``site`` is the site of this tensor, or ``None`` for no fast path.
         """
         if not self._attached or name in self._ignored or in_transform() or is_paused():
             return
@@ -258,7 +258,7 @@ class Tap(ABC):
         if site is not None and self.fast_path is not None and watch is None and self._condition is None:
             try:
                 if type(args[-1]) is Tensor:
-                    # Without this, reading each property of the tensor would call the active function mode.
+                    # Disable function modes: otherwise, reading each property of the tensor would call the active mode.
                     with without_functions():
                         if self.fast_path(site, args[-1]):
                             return
@@ -360,7 +360,7 @@ class TapHook(ModuleHook):
         self._site = site
 
     def __call__(self, module: nn.Module, *passed: Any) -> None:
-        # torch.compile would trace the hook into the graph. Compiled code is recorded only in eager steps.
+        # Do nothing while torch.compile traces the hook. The hook records compiled code only in steps that run eagerly.
         tap = self._tap
         if torch.compiler.is_compiling() or is_tracing() or not tap._attached:
             return

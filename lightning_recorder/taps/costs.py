@@ -26,7 +26,7 @@ __all__ = ["CostTap"]
 
 
 class _OutputGradients(OutputGradientTap):
-    """A tap of output gradients. The hook of another tap registers its hooks, so that their time is not measured."""
+    """A tap of output gradients. :class:`CostTap` registers its hooks, and excludes the time that this takes."""
 
     @override
     def _register(self, name: str, module: nn.Module) -> None:
@@ -50,7 +50,7 @@ class _Forward:
     """The sequence number of the first node that the call can create."""
     began: Started
     hooks_ms: float = 0.0
-    """The hook time of nested calls, which is subtracted."""
+    """The time in the hooks of nested calls, which is subtracted from the time of this call."""
     saved: int | None = 0
     """The bytes saved by nested calls; None if they could not be counted."""
     allocated: int = 0
@@ -170,7 +170,8 @@ class CostTap(GradientTap):
     def _register(self, name: str, module: nn.Module) -> None:
         begin, end = TapHook(self, name, self._begin), TapHook(self, name, self._end)
         self._keep(hookable(module).register_forward_pre_hook(begin, with_kwargs=True))
-        # Runs before the hooks of other recorders, so that their time does not count. Also called if the module raises.
+        # This hook runs before the hooks of other recorders, so that their time does not count. It also runs if the
+        # module raises.
         self._keep(hookable(module).register_forward_hook(end, prepend=True, always_call=True))
 
     def _of_thread(self) -> _Thread:
@@ -252,7 +253,7 @@ class CostTap(GradientTap):
                 call.parameters = now
 
     def _settle(self) -> None:
-        """Record the times that are only known now."""
+        """Record the times that are known only after the backward pass."""
         if not self._attached:
             return
         for (name, _), call in self._backward.items():

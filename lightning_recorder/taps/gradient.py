@@ -29,7 +29,7 @@ from lightning_recorder.taps.base import Receiver, Site, Tap, TapHook
 
 __all__ = ["GRAPH_NODE_LIMIT", "GradientHook", "GradientTap", "ParameterGradientTap", "Total"]
 
-# torch frees nodes that Python has visited recursively. With 45,000 of them in a row, such as from an unrolled loop,
+# torch frees nodes that Python has visited recursively. With 45,000 such nodes in a row, as from an unrolled loop,
 # the stack overflows and the process ends (torch 2.13, 8 MiB of stack; ``tensor.grad_fn`` alone is enough).
 _MOST_NODES = 20_000
 
@@ -59,7 +59,7 @@ class _GraphNodeLimit:
         self._refusals = 0
 
     def has_room(self, nodes: int) -> bool:
-        """Return True if that many more nodes may be visited."""
+        """Return True if ``nodes`` additional nodes may be visited."""
         if self._count + nodes <= _MOST_NODES:  # the common case; reading a number needs no lock
             return True
         with self._lock:
@@ -89,7 +89,7 @@ class _GraphNodeLimit:
         self._most = max(_LEAST_REFERENCES, 2 * len(self._visited))
 
     def expect_less(self) -> None:
-        """Recount at the next request without room. Called after a backward pass, when graphs are freed."""
+        """Recount at the next request that exceeds the limit. Called after a backward pass, when graphs are freed."""
         self._refusals = 0
 
 
@@ -112,10 +112,10 @@ class GradientTap(Tap):
         super().__init__(modules, receive, condition=condition, strict=strict)
         self.without_gradient: set[str] = set()
         """The names of modules with a call in which no output tensor (for input gradients: no input tensor) required a
-        gradient; may be cleared."""
+        gradient. A user of the tap may clear this set."""
         self.changed_in_place: set[str] = set()
-        """The names of modules that returned a view whose gradient is unknown because the view was changed in place;
-        may be cleared."""
+        """The names of modules that returned a view whose gradient is unknown because the view was changed in place. A
+        user of the tap may clear this set."""
         self._warned = False
         self._numbers: dict[str, _CallNumbers] = {}
 
@@ -129,7 +129,7 @@ class GradientTap(Tap):
         self._calls[name] = self._numbers.setdefault(name, _CallNumbers()).count()
 
     def _may_visit(self, nodes: int) -> bool:
-        """Return True if that many more nodes of the autograd graph may be visited."""
+        """Return True if ``nodes`` additional nodes of the autograd graph may be visited. Otherwise, warn once."""
         if GRAPH_NODE_LIMIT.has_room(nodes):
             return True
         if not self._warned:
@@ -169,7 +169,7 @@ class _CallNumbers:
 
     def __init__(self) -> None:
         self._begun: list[int] = []  # the sequence number at each call of the forward pass
-        self._begun_again: list[tuple[int, int]] = []  # the sequence number and the number of repeated calls
+        self._begun_again: list[tuple[int, int]] = []  # of each repeated call: the sequence number and the call number
         self._last: dict[tuple[int, int], int] = {}  # the number of the last repeated call, by backward pass and node
 
     def count(self) -> int:

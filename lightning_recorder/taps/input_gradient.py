@@ -298,7 +298,10 @@ def _edge(tensor: Tensor) -> _Edge | None:
 
 
 def _views_in(entering: dict[_Edge, _Input]) -> dict[_Edge, _Base]:
-    """Return the bases of the inputs that are views, except bases that are inputs or have several views as inputs."""
+    """Return the bases of the inputs that are views.
+
+    Bases that are inputs themselves, and bases with several views among the inputs, are left out.
+    """
     found: dict[_Edge, _Base] = {}
     for edge, (_, tensor) in entering.items():
         base = base_of(tensor)
@@ -312,7 +315,11 @@ def _views_in(entering: dict[_Edge, _Input]) -> dict[_Edge, _Base]:
 
 
 def _consumers(roots: Iterable[Node], call: _Call) -> dict[_Edge, dict[Node, list[int]]]:
-    """Return, by edge, the nodes of a call that consume its inputs or their bases, with the indices of these inputs."""
+    """Find the nodes of a call that consume the inputs of the call or the bases of these inputs.
+
+    Returns:
+        By the edge of the input or base: the consuming nodes, each with the indices of that edge among its own inputs.
+    """
     wanted = call.entering.keys() | {base.edge for base in call.views.values()}
     found: dict[_Edge, dict[Node, list[int]]] = {}
     todo = list(roots)

@@ -30,8 +30,8 @@ class OutputGradientTap(GradientTap):
     The hook is on the output tensor and not on the module: a full backward hook raises if an in-place operation
     follows, ignores dictionaries and dataclasses, and adds a node to the autograd graph that changes the last bits of
     the gradients. The recorded gradient is the gradient of the tensor. If an output is used twice, it is the sum over
-    both uses. If a module returns its input, it is the gradient of the input. It is taken with respect to the output as
-    the module returned it, even if an in-place operation changes the output afterwards.
+    both uses. If a module returns its input, it is the gradient of the input. The gradient is taken with respect to the
+    output as the module returned it, even if an in-place operation changes the output afterwards.
 
     With gradient checkpointing and ``use_reentrant=True`` the graph is built inside the backward pass, and the hooks
     are registered there. If the backward pass runs twice, such as with ``torch.autograd.grad`` for a gradient penalty,
@@ -58,7 +58,7 @@ class OutputGradientTap(GradientTap):
 
     def _record(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         found = tuple(self._tensors(name, output, "out"))
-        # Without this, reading each property of the tensors would call the active function mode.
+        # Disable function modes: otherwise, reading each property of the tensors would call the active mode.
         with without_functions():
             needing = [(path, tensor) for path, tensor in found if tensor.requires_grad]
             if found and not needing:
@@ -68,7 +68,11 @@ class OutputGradientTap(GradientTap):
                     self._register_on_tensor(tensor, GradientHook(self, name, path))
 
     def _follow(self, site: Site, tensor: Tensor, outputs: list[tuple[str, Tensor]]) -> bool:
-        """Register hooks on a view and its base. Return False if the base's gradient does not contain the view's."""
+        """Register hooks on a view and its base.
+
+        Returns:
+            False if the gradient of the base does not contain the gradient of the view.
+        """
         if tensor.is_leaf or not self._may_visit(NEAR):
             return False
         unshared = is_unshared(tensor, [each for _, each in outputs])
@@ -92,7 +96,7 @@ class _OutputView(View, ABC):
 
     @abstractmethod
     def take_from_view(self, grad: Tensor) -> Tensor | None:
-        """Return the gradient of the original view, given a gradient of the view; None if this is only part of it."""
+        """Return the gradient of the original view, given a gradient of the view; None if that is incomplete."""
 
     @abstractmethod
     def take_from_base(self, grad: Tensor) -> Tensor | None:
@@ -189,7 +193,7 @@ class _ViewHook(GradientHook):
     @override
     def __call__(self, grad: Tensor | None) -> None:
         if grad is not None:
-            # The fast path takes the whole gradient of a view that is not changed.
+            # Allow the fast path only if the view is unchanged, because only then is ``grad`` its whole gradient.
             site = None if self._view.is_changed else self.site
             GRAPH_NODE_LIMIT.expect_less()
             self.tap._guarded(self.site.name, site, self._record, grad)

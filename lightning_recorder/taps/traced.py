@@ -80,7 +80,7 @@ class TracedTap(Tap):
         if not self._hooked and operators():
             self._hooked = True
             for kind in (_OutputHook, _InputHook):
-                # Hooks on a compiled module itself are called outside of its graph.
+                # Do not compile the hooks on a compiled module itself, which are called outside of its graph.
                 skip_frames_of(kind.__call__)
             self._visit_eagerly = torch.compiler.disable(_visited)
             for name, module in self.modules.items():
@@ -169,7 +169,7 @@ class _TracedHook(ModuleHook):
 
     def receive(self, path: str, tensor: Tensor) -> None:
         """Pass a tensor to the tap. Called by the operators."""
-        # A checkpoint repeats forward hooks inside the backward pass.
+        # Ignore forward hooks that a checkpoint repeats inside the backward pass.
         if not self.is_gradient and in_backward():
             return
         if self._tap.per_call:
@@ -194,7 +194,7 @@ class _TracedHook(ModuleHook):
 
     def watch(self, path: str, tensor: Tensor) -> None:
         """Register a hook that passes the gradient of a tensor to the tap. Called by the operators."""
-        # A checkpoint repeats forward hooks inside the backward pass.
+        # Ignore forward hooks that a checkpoint repeats inside the backward pass.
         if not in_backward():
             self._tap.watch(tensor, partial(self.receive, path))
 

@@ -78,7 +78,8 @@ class _Guard(OrderedDict[int, object]):
     """An empty dictionary of tensor hooks, which is freed when the tensor gets a different node.
 
     A view gets a different node when an in-place operation changes it, or when it is used after such an operation on
-    the base. Then torch removes its dictionary of hooks. Nodes also refer to dictionaries that contain hooks.
+    the base. Then torch removes its dictionary of hooks. The dictionary must be empty, because an autograd node keeps a
+    dictionary that contains hooks alive.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -183,7 +184,8 @@ def is_unshared(view: Tensor, outputs: Iterable[Tensor]) -> bool:
     Then the gradient of the base is the gradient of the view. An example is the output of ``nn.Linear``: no other
     tensor and no variable refers to the base, and all operations since the creation of the base lead to the view.
     """
-    # The counts depend on how Python makes the call: torch.compile can replace the interpreter's evaluation of frames.
+    # The counts depend on how Python makes the call, since torch.compile can replace the interpreter's evaluation of
+    # frames. So compare them with the counts of a view whose base is known to be unshared.
     found, unshared = [_counts_of_base(each) for each in (view, _unshared_view())]
     if found != unshared:
         return False
@@ -236,7 +238,7 @@ def _users_since(edge: BaseEdge, roots: list[Node | None]) -> dict[Node, int]:
 
 
 def _is_chain(last: Node, edge: BaseEdge, users: dict[Node, int]) -> bool:
-    """Return True if the base has one use and an unbranched chain leads from there to the view."""
+    """Return True if the base has a single use, from which an unbranched chain of nodes leads to the view."""
     places = sum(edge.is_at(*each) for node in users for each in node.next_functions)
     node: Node | None = last
     while node is not None and len(node.next_functions) == 1:

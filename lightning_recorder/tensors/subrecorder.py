@@ -140,7 +140,7 @@ class SubRecorder:
             site.accumulator.load_state_dict(saved["state"])
             self._sites[path] = site
 
-    # Validation may run in inference mode. Tensors created in this mode could not be updated outside of it.
+    # Leave inference mode, which validation may use: tensors created in this mode could not be updated outside of it.
     @torch.inference_mode(False)
     @torch.no_grad()
     def _receive(self, site: Site, tensor: Tensor) -> None:

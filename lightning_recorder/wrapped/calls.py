@@ -67,9 +67,9 @@ class Call(NamedTuple):
 def label_calls(calls: Iterable[Call], last_names: Mapping[str, str] = MappingProxyType({})) -> dict[Label, Call]:
     """Label the calls of a run as torchinfo does. The calls are given in the order in which they began.
 
-    A module that is not called itself, such as a ``ModuleList``, gets a label before the calls of its contents. It is
-    labeled again if calls of other modules at its depth or above came in between. Likewise, a called module is labeled
-    again before a call of its contents by another module.
+    A module that is not called itself, such as a ``ModuleList``, gets a label before the first call of its contents. It
+    gets another label if modules at its depth or above are called between two calls of its contents. Likewise, a called
+    module gets another label before another module calls its contents.
 
     ``last_names`` maps the first name of each shared module to its last name, which determines the depth and the parent
     modules.
@@ -232,8 +232,8 @@ class CallWatch:
             return None
         while self._open.pop() is not found:
             pass
-        # This hook also runs if the forward raised an exception, which the net may catch. Then the exception being
-        # handled differs from the one at the start of the call.
+        # This hook also runs if the forward raised an exception, which the net may catch. In that case, Python handles
+        # another exception than at the start of the call.
         if sys.exc_info()[1] is not found.handled:
             return None
         self.ended.append(found.call)
@@ -249,7 +249,7 @@ class _CallHook(ModuleHook):
         self._see = see
 
     def __call__(self, module: nn.Module, *seen: Any) -> Any:
-        # Another thread may call the hook after its removal, and without keyword arguments.
+        # After its removal, another thread may still call the hook, then without keyword arguments.
         return self._see(self._name, *seen) if self._watch._watching else None
 
 
@@ -283,7 +283,7 @@ class SavedOutput:
 
     @property
     def value(self) -> Tensor:
-        """The tensor itself if it has not been modified since, otherwise the copy."""
+        """The tensor itself if it has not been modified since it was saved, otherwise the copy."""
         unchanged = self._saved_version is not None and version_of(self._tensor) == self._saved_version
         return self._tensor if unchanged else self._copy
 
@@ -327,7 +327,7 @@ class OutputRecorder(CallWatch):
         warn(f"RecordedNet ignores {describe_unknown(name, path, value, error)}")
 
     def _saved(self, tensor: Tensor) -> SavedOutput:
-        # A parent often returns the output of its last child. They share one copy.
+        # A parent module often returns the output of its last child. The records of both modules share one copy.
         saved = self._latest.get(id(tensor))
         if saved is None or not saved.matches(tensor):
             saved = self._latest[id(tensor)] = SavedOutput.of(tensor)
@@ -358,7 +358,7 @@ def run_without_trace(
 
 
 def _raised_in(error: BaseException, modules: Mapping[str, nn.Module]) -> tuple[nn.Module, str] | None:
-    """Return the innermost module with a method that raised the error, and its description; or ``None``."""
+    """Return the innermost module with a method that raised the error, and the module's description; or ``None``."""
     names = {id(module): name for name, module in modules.items()}
     found = None
     trace = error.__traceback__

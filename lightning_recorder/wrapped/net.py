@@ -275,10 +275,10 @@ class RecordedNet(nn.Module):
         ``activation_postproc``, it contains the outputs recorded so far.
 
         Note:
-            Each tensor is the output itself, so ``torch.autograd.grad(loss, activations[label])`` works, unless the
-            output was modified in place since. Then it is a copy of the original output, differentiable with respect to
-            the net's parameters, but not part of the graph of any loss. Inference tensors are always copies. Writes
-            through ``tensor.data`` are not detected. Modifications are checked each time this attribute is read.
+            Each tensor is the output itself, so ``torch.autograd.grad(loss, activations[label])`` works. If the output
+            was later modified in place, the tensor is a copy of the original output. The copy is differentiable with
+            respect to the net's parameters, but not part of the graph of any loss. Inference tensors are always copies.
+            Writes through ``tensor.data`` are not detected. Modifications are checked each time this attribute is read.
         """
         return MappingProxyType(
             {

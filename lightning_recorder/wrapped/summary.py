@@ -40,7 +40,7 @@ def _attention_operations(query: Shape, key: Shape, value: Shape, *args: Any, **
 
 
 def _lstm_operations(x: Shape, weight_ih: Shape, weight_hh: Shape, *args: Any, **kwargs: Any) -> int:
-    """Return the FLOPs of one layer and direction over ``x`` of shape ``[length, batch, features]``."""
+    """Return the FLOPs of one direction of one LSTM layer over ``x`` of shape ``[length, batch, features]``."""
     return 2 * x[0] * x[1] * (prod(weight_ih) + prod(weight_hh))
 
 
@@ -170,11 +170,11 @@ class SummaryRow:
     mult_adds: int
     """Multiply-adds of the call, including nested calls."""
     trainable: int = 0
-    """The number of these parameter elements that require a gradient."""
+    """The number of parameter elements, among those counted in ``parameters``, that require a gradient."""
     kernel_shape: Shape = ()
     """The ``kernel_size`` of the module, if it has one."""
     tied: int = 0
-    """The number of these parameter elements that are tied to parameters of another module and count there."""
+    """The number of parameter elements, among those in ``parameters``, that are counted at another, tied module."""
 
 
 @dataclass(frozen=True)
@@ -442,7 +442,7 @@ class SummaryWatch(CallWatch):
         )
 
     def _shown(self, labels: Mapping[Label, Call]) -> dict[Label, Call]:
-        """Return the labels of calls, and of containers that are inside the caller of the next call.
+        """Return the labels of all calls, and of each container that is inside the module that makes the next call.
 
         Other containers are omitted: if a module calls contents of another module, a row for their container would show
         the container inside a module that does not contain it.
@@ -464,7 +464,7 @@ class SummaryWatch(CallWatch):
         return shown
 
     def _owners(self) -> dict[int, nn.Module]:
-        """Return, by parameter id, the module for which each tied parameter counts: the module that is called first."""
+        """Return, by parameter id, the module at which each tied parameter is counted: the module called first."""
         found: dict[int, list[nn.Module]] = {}
         for name in dict.fromkeys([*(call.name for call in self.calls), *self.modules]):
             module = self.modules[name]

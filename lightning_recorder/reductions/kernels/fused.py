@@ -1,6 +1,6 @@
 """Tensor statistics in one pass through memory, computed by a small C file that is compiled at run time.
 
-Separate torch passes cost several times as much as the arithmetic. The file is plain C without torch headers, so a
+Separate torch passes take several times as long as the arithmetic. The file is plain C without torch headers, so a
 compiler builds it in a third of a second, in the background. Without a compiler, the compiled code in the wheel for
 this kind of machine is used. While there is no compiled code, torch computes the same statistics. Counts, extrema and
 histograms are bitwise equal. Means and sums of squares differ by less than 1e-12 of the root mean square.
@@ -59,7 +59,7 @@ __all__ = [
 _log = logging.getLogger("lightning_recorder")
 
 _SOURCE = Path(__file__).with_suffix(".c")
-# Not -ffast-math: with it, some compilers make the whole process, including the training, flush subnormals to zero.
+# Do not add -ffast-math: some compilers then make the whole process, also the training, flush subnormals to zero.
 _OPTIONS = ("-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros")
 _PLACES = {"BINS": BINS, "BIN_SHIFT": BIN_SHIFT, "HISTOGRAM": HISTOGRAM, "SAMPLED_NUMEL": SAMPLED_NUMEL}
 _SLOTS = {f"SLOT_{name.upper()}": place for place, name in enumerate(SLOTS)}
@@ -395,7 +395,7 @@ def _warn(why: str) -> None:
 
 
 def _use(library: Path) -> str:
-    """Use the functions of a library. Return the reason if they cannot be used."""
+    """Use the functions of a library. Return the reason if they cannot be used, otherwise an empty string."""
     try:
         found = _opened(library)
     except (OSError, AttributeError) as error:
@@ -435,13 +435,13 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], library: Path, deadl
             ["-shared", str(object_file), "-o", str(made), "-lm"],
         ):
             _run([*compiler, *arguments], scratch.path / "messages.txt", deadline)
-        # Atomic, because several processes may build at the same time.
+        # Rename the file, which is atomic, because several processes may build at the same time.
         made.replace(library)
     _log.info("built %s in %.1f s", library, time.monotonic() - started)
 
 
 def _run(command: list[str], messages: Path, deadline: float) -> None:
-    # A file instead of a pipe: child processes of a killed compiler would keep a pipe open.
+    # Use a file instead of a pipe, because child processes of a killed compiler would keep a pipe open.
     with messages.open("wb") as file:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
     _Loaded.compiler = process
@@ -502,7 +502,7 @@ def _opened(library: Path) -> dict[str, Callable[..., Any]]:
 
 
 def _missing(kernel: _Kernel) -> tuple[Part, ...] | None:
-    """Return the parts of a row that the kernel does not compute; ``None`` if its results are wrong for any dtype."""
+    """Return the parts of a row that the kernel does not compute; ``None`` if it is wrong for at least one dtype."""
     missing: tuple[Part, ...] | None = ()
     for dtype, kind in _FLOATS.items():
         tensor, row = torch.tensor(SPECIAL_VALUES, dtype=dtype, device="cpu"), empty_row()

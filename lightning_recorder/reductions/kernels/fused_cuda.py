@@ -338,7 +338,7 @@ def launch(
         parts, counts = _results(kernels, programs, row.device)
     places, gathered = row, False
     if sample is not None and numel > sample:
-        # A plain copy to the device would synchronize it.
+        # A blocking copy would synchronize the device.
         places, gathered = torch.from_numpy(sample_places(numel, sample)).to(row.device, non_blocking=True), True
     sampled = -1 if sample is None else sample
     reduce = kernels.reduce_share[(programs,)](

@@ -99,7 +99,7 @@ def _is_ready(values: Values) -> bool:
 
 
 def _take(head: _Head, x: Tensor) -> None:
-    """Update the numbers with values, ``[numel]`` float32 or float64."""
+    """Update the slots in ``head`` with values, ``[numel]`` float32 or float64."""
     low, high = (end.item() for end in torch.aminmax(x))
     if not (math.isfinite(low) and math.isfinite(high)):
         x = _finite(head, x)

@@ -26,7 +26,7 @@ def missing_parts(row: Tensor, values: Values, sample: int | None = None) -> tup
     """Return the parts of a row that a kernel did not compute, or ``None`` if its results are wrong."""
     empty, expected = empty_row(sample), empty_row(sample)
     Combined(row_reductions(sample=sample)).add(expected, values)
-    finite = torch.arange(BINS, device="cpu") % (BINS // 2) < FINITE_BINS  # a NaN may have any of its bins
+    finite = torch.arange(BINS, device="cpu") % (BINS // 2) < FINITE_BINS  # a NaN may be in any bin of NaN
     bins, expected_bins = (each[HISTOGRAM:SAMPLED_NUMEL] for each in (row, expected))
     missing = tuple(part for part in LAYOUT if torch.equal(row[part.slots], empty[part.slots]))
     computed = [part.slots for part in LAYOUT if part not in missing]

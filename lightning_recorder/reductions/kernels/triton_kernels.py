@@ -219,7 +219,7 @@ def _write_part(
     tl.store(part + 6 * programs, nans)
 
 
-# Compiled once per dtype, without specialization for numbers and addresses divisible by 16.
+# The kernel is compiled once per dtype, because it is not specialized for numbers and addresses divisible by 16.
 @triton.jit(
     do_not_specialize=["data", "numel", "share", "factor", "scaled", "places", "sampled", "parts", "counts", "row"]
 )
