@@ -69,7 +69,7 @@ class GraphPicture:
         self._deadline = time.monotonic() + timeout_s
         self._result: list[Path] | RenderError | OSError = RenderError("nothing was tried")
         self.note = ""
-        """A message that the picture has fewer nodes than requested, with the reason; empty if it has not."""
+        """A message that the picture has fewer nodes than requested, with the reason; empty if this is not the case."""
         self._layout: Layout | None = None
         self._try_next()
 

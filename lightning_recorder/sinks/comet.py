@@ -123,7 +123,7 @@ class CometSink(Sink):
 
     @cached_property
     def _bins(self) -> Any:
-        """A Comet histogram to reuse, because creating one takes 1 ms. Comet reads it as soon as it is logged."""
+        """A Comet histogram, reused because creating one takes 1 ms. Comet reads the counts during the logging call."""
         from comet_ml import data_structure
 
         library: Any = data_structure  # its annotations do not cover the calls made here

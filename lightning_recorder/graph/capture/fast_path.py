@@ -22,8 +22,8 @@ __all__ = ["FastPath"]
 class FastPath:
     """Records functions of the model that return one new tensor and whose input tensors have known nodes.
 
-    Adds the same nodes and edges as ``StepRecording.note_function``, which handles all other cases. The code makes few
-    Python calls, because recording a tiny function takes several times as long as the function itself.
+    The nodes and edges are the same as those of ``StepRecording.note_function``, which handles all other cases. The
+    code makes few Python calls, because recording a tiny function takes several times as long as the function itself.
     """
 
     def __init__(self, builder: GraphBuilder, origins: TensorOrigins, calls: Sequence[Call], outermost: bool) -> None:

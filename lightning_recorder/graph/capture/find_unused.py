@@ -17,7 +17,7 @@ __all__ = ["find_unused"]
 
 _DETACHING = ("detach", "data")
 _FLOATING = ("float", "bfloat", "complex")
-# Endings of the names of functions that use only the shape, dtype or device of a tensor, which may be the second one.
+# Endings of the names of functions that use only the shape, dtype or device of their first or second argument.
 _LIKE = ("_like", "_as", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "new_empty_strided")
 
 
@@ -132,7 +132,7 @@ def _joined(names: list[str], parameters: Mapping[str, bool]) -> Iterable[str]:
 
 
 def _stops(builder: GraphBuilder, reached: set[int] | None) -> Iterable[str]:
-    """Yield the functions that stop the gradient: they have an input that requires one, and their result is used."""
+    """Yield the functions that stop a gradient: an input requires a gradient, and the result is used later."""
     if reached is None:
         return
     nodes = builder.nodes

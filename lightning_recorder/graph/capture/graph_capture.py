@@ -175,10 +175,10 @@ class GraphCapture:
         """Register global module hooks where possible, else a hook on each module. Yield the handles.
 
         Global hooks leave the modules themselves unchanged. So a module may be copied, pickled or scripted during the
-        capture, and calls of TorchScript modules are observed. Fused modules keep their fast path, which they leave if
-        they have hooks of their own. Models with compiled modules get a hook on each module instead: torch warns about
-        global hooks when a compiled module is called. With ``eager=False`` the hooks are on each module, too, since a
-        global hook would cause a recompilation.
+        capture, and calls of TorchScript modules are observed. Fused modules keep their fast path, which hooks on the
+        modules themselves would disable. Models with compiled modules get a hook on each module instead: torch warns
+        about global hooks when a compiled module is called. With ``eager=False`` the hooks are on each module, too,
+        since a global hook would cause a recompilation.
         """
         if not self._is_compiled and self._eager:
             yield register_module_forward_pre_hook(self._before_call)
@@ -272,8 +272,8 @@ class GraphCapture:
         warn(f"the graph is incomplete: {describe_error(error)}")
 
     def _is_part(self, module: nn.Module) -> bool:
-        # Ignore the call of the root module: under DDP it encloses the training step, on a single device the training
-        # step encloses it. Ignore calls inside a fused module, which is recorded as one function.
+        # Ignore the call of the root module, since it may enclose the training step (under DDP) or be inside it (on a
+        # single device). Ignore calls inside a fused module, which is recorded as one function.
         inside = (self._paused_in is not None and self._paused_in is not module) or self._in_compiled
         return not inside and module is not self.module
 

@@ -108,7 +108,8 @@ class KnownTensors:
 
         A held address keeps a small block between other allocations, so the allocator cannot merge the free blocks
         around it. This raised the peak memory of a step by a tenth. Most storages that are freed before the backward
-        pass are freed early. So each new storage is checked twice, and all storages only when their number has doubled.
+        pass are freed early. So each new storage is checked twice soon after its creation, and all storages are checked
+        only when their number has doubled.
         """
         self._forget_the_dead(self._young)
         self._young = self._young[_SWEEP_AFTER:]
@@ -130,7 +131,7 @@ class KnownTensors:
         return known if known.meta.shape == tensor.shape and known.dtype is tensor.dtype else None
 
     def is_bound(self, tensor: Tensor) -> bool:
-        """Return True if this tensor object was bound to a node, not only a tensor with the same memory."""
+        """Return True if this tensor object was bound to a node. Other tensors with the same memory do not count."""
         known = self._tensors.get(id(tensor))
         return known is not None and known() is tensor
 

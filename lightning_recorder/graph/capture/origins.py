@@ -29,7 +29,7 @@ _MOST_STEPS_BACK = 16  # maximum number of autograd nodes between a tensor and i
 
 @dataclass(frozen=True, slots=True)
 class PassedTensor:
-    """An input that a call returned unchanged, as a dropout in eval mode does."""
+    """An input that a module call returned unchanged, as a dropout in eval mode does."""
 
     node: int  # the ``identity`` node inside the call
     before: KnownTensor  # the entry of the tensor before the call
@@ -162,7 +162,7 @@ class TensorOrigins:
             if source < node and not self._builder.is_connected(source, node)
         ]
         nodes = self._builder.nodes
-        # A result of a module that is not an argument of the custom call: the custom call has called this module.
+        # If a source is in a module and not an argument of the custom call, the custom call has called this module.
         for source, *_ in kept:
             before = nodes[source]
             if before.kind == "op" and not before.autograd and before.parent != nodes[node].parent:
@@ -171,7 +171,7 @@ class TensorOrigins:
         return self.connect_inputs(node, *columns)
 
     def behind(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Return the leaf tensors of the unobserved part of torch's backward graph of the tensors."""
+        """Return the leaf tensors of the unobserved part of the tensors' backward graph."""
         return self.owners.sources(tensors)[0]
 
     def passed(self, tensors: Iterable[Tensor], node: int) -> list[PassedTensor]:
@@ -185,8 +185,9 @@ class TensorOrigins:
     def leave_passed(self, call: Call, around: Call, outputs: Iterable[Tensor]) -> None:
         """At the end of a call, restore the source nodes of tensors that inner calls returned unchanged.
 
-        Tensors that the call itself returns are not restored. The restored tensors are used after the call as they were
-        before it: for example, three projections take the same input, and the first one begins with a dropout.
+        Tensors that the call itself returns are not restored. After the call, the restored tensors have the same source
+        nodes as before the call. For example, three projections take the same input, and the first projection begins
+        with a dropout. The other two projections must not seem to take the result of this dropout.
         """
         returned = set(map(id, outputs))
         for each in reversed(call.passed):
@@ -238,7 +239,7 @@ class TensorOrigins:
     def connect(
         self, source: int, target: int, meta: TensorMeta | None, *, differentiable: bool = True, output: int = 0
     ) -> None:
-        """Add an edge for a tensor, unless it is not tracked. ``output`` is its index among the source's outputs."""
+        """Add an edge for a tensor if its source is tracked. ``output`` is its index among the source's outputs."""
         if source == IGNORED:
             return
         if meta is not None and not self._builder.nodes[source].outputs:
@@ -379,7 +380,8 @@ class TensorOrigins:
     def _owning_call(self, names: Sequence[str], owner: int) -> int:
         """Return the innermost call in progress of a module that owns a tensor or contains an owner.
 
-        The owner may not be called: a ``ParameterList`` never is, nor is a layer if only its weight is used.
+        The owner itself may not be called: a ``ParameterList`` is never called, and a layer is not called if only its
+        weight is used.
         """
         for call in reversed(self._calls):
             if id(call.module) == owner:

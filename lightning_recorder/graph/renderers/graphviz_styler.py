@@ -29,8 +29,8 @@ __all__ = ["DETAIL_PT", "FONT", "LOOKS", "LOSS", "NAME_PT", "GraphvizStyler", "S
 Shapes = Literal["nodes", "edges", "none"]
 
 
-# The package includes DejaVu for machines without fonts. DejaVu is wider than its replacements. So a label that was
-# measured with DejaVu fits its box wherever the SVG is shown.
+# The package includes DejaVu for machines without fonts. DejaVu is wider than the fonts that a viewer may use instead.
+# So a label that was measured with DejaVu fits its box wherever the SVG is shown.
 FONT = f"{FAMILY},Verdana,sans-serif"
 NAME_PT = 12
 DETAIL_PT = 10
@@ -55,7 +55,7 @@ _CHAIN_ON_PAPER = {"fillcolor": "#ffffff", "width": "0.11", "height": "0.11"}
 _FRAMES = ("#f6f6f6", "#ededed")
 _FAILED = {"color": "#d4002a", "penwidth": "3"}
 _UNUSED = {"color": "#8c8c8c", "fillcolor": "#ffffff", "style": "filled,rounded,dashed"}
-# The look of an edge to the next repetition. The layout ignores it, since it would pull its source above its target.
+# The look of an edge to the next repetition. The layout ignores the edge, which would pull its source above its target.
 _NEXT = {"style": "dashed", "constraint": "false", "color": "#0072b2"}
 
 # From https://graphviz.org/docs/nodes. dot silently ignores any other attribute.

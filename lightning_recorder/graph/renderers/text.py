@@ -41,7 +41,7 @@ class TextRenderer(BaseRenderer[list[str]]):
     line of a failed node starts with ``✗``.
 
     Args:
-        graph: The graph to render. It is not reduced further.
+        graph: The graph to render. All its nodes are rendered.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -151,7 +151,7 @@ def to_text(graph: Graph) -> str:
     """Convert a graph to a text tree; see :class:`TextRenderer` for its contents.
 
     Args:
-        graph: The graph to render. It is not reduced further. A view made by :func:`fit_view` is the most readable.
+        graph: The graph to render. All its nodes are rendered. A view made by :func:`fit_view` is the most readable.
 
     The last lines list the modules and parameters that were not used or not trained, if there are any.
 

@@ -26,7 +26,8 @@ def with_ports(graph: Graph) -> Graph:
 
     A folded call gets a port named ``chain`` for a tensor that is passed on: the first repetition takes it from
     outside, and each later repetition takes it from the repetition before. If no other tensor leaves the call, there is
-    no edge to the next repetition. Otherwise this edge leads to the port. A closed call gets no port, only fewer edges.
+    no edge to the next repetition. Otherwise this edge leads to the port. A closed call gets no port. Its edges to the
+    next repetition are removed under the same condition.
 
     Args:
         graph: A view.
