@@ -98,7 +98,7 @@ class GraphPicture:
         """Wait for the result and return the paths of the pictures.
 
         Args:
-            wait_s: Seconds to wait; by default all of the remaining time.
+            wait_s: Seconds to wait; by default, the time that is left of ``timeout_s``.
 
         Raises:
             RenderError: If every attempt failed. The message holds the end of the renderer's output.

@@ -158,7 +158,7 @@ class GraphBuilder:
             if source < 0:
                 continue
             if not nodes[source].outputs:
-                # The outputs of this custom call were not observed, or only before a transform wrapped them.
+                # The outputs of this custom call were not observed, or were observed before a transform wrapped them.
                 nodes[source].outputs = (tensor,)
             ends = (source << 32) + target
             if ends in edges:

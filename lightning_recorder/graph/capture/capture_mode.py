@@ -27,7 +27,7 @@ _BACKWARD = (Tensor.backward, torch.autograd.backward)
 
 
 class CaptureMode(TorchFunctionMode):
-    """Passes every torch function that is called from outside of torch to a recording.
+    """Passes each call of a torch function from outside of torch to a recording.
 
     Args:
         recording: The recording.

@@ -44,7 +44,7 @@ class FastPath:
         start: int,
         result: Tensor,
     ) -> bool:
-        """Record a call of a function that wrote to none of its inputs. Return False to fall back.
+        """Record a call of a function that wrote to none of its inputs. Return False if the slow path must record it.
 
         ``start`` is the sequence number of the backward graph before the call.
         """

@@ -52,7 +52,7 @@ def find_unused(
                 node.note = "no gradient"
     unregistered: dict[str, None] = {}
     if reached is not None and builder.of_kind("optimizer"):
-        # Only modules in Python containers, such as ``blocks[0]``: any other module may be a copy made in the step.
+        # Report only modules in Python containers, such as ``blocks[0]``. Other modules may be copies made in the step.
         others = {number: name for number in numbers if "[" in (name := nodes[number].name) and name not in parameters}
         for number, name in others.items():
             if number in reached and name not in gradients.updated:
@@ -108,14 +108,14 @@ def _never_called(
         if name in used or any(name.startswith(f"{each}." if each else "") for each in opaque):
             continue
         unused.add(name)
-        # An empty container cannot be called. A metric may be updated in other steps.
+        # Leave out empty containers, which cannot be called, and metrics, which may be updated in other steps.
         empty = class_attribute(type(module), "forward") is nn.Module.forward and not any(children_of(module))
         if name.rpartition(".")[0] not in unused and not empty and not is_metric(module):
             yield name
 
 
 def _joined(names: list[str], parameters: Mapping[str, bool]) -> Iterable[str]:
-    """Shorten a list of parameters: replace all parameters of a module by the name of the outermost such module."""
+    """Shorten a list of parameters: if all parameters of a module are in it, replace them by the module's name."""
     if not names:
         return ()
     others = {""} if len(names) < len(parameters) else set[str]()

@@ -164,7 +164,7 @@ class GraphCapture:
 
     def _put_on_hooks(self) -> None:
         for handle in self._make_hooks():
-            # Append one at a time: if a registration raises, the hooks before it are in the list and will be removed.
+            # Append one at a time: if a registration raises, the earlier hooks are in the list and will be removed.
             self._hooks.append(handle)
 
     def _take_off_hooks(self) -> None:

@@ -68,7 +68,8 @@ class KnownTensors:
         self._time = time = self._time + 1
         known = self._tensors[id(tensor)] = KnownTensor(tensor)
         known.node, known.output, known.time, known.has_meta = node, output, time, False
-        # The shape of a tensor of another class may not be a tuple of integers. For a nested one, it is empty.
+        # The shape of a tensor of another class may not be a tuple of integers. For a nested tensor, ``meta.shape`` is
+        # empty.
         if meta is not None and type(tensor) in _WITH_SHAPES and (meta.shape or not tensor.is_nested):
             known.has_meta, known.meta, known.dtype = True, meta, tensor.dtype
         if wrote:
@@ -123,7 +124,7 @@ class KnownTensors:
             release_address(address)
 
     def find(self, tensor: Tensor) -> KnownTensor | None:
-        """Return the entry of a tensor if it is known with its shape and was not changed since, else None."""
+        """Return the entry of a tensor if the entry has a shape and the tensor was not changed since, else None."""
         known = self._tensors.get(id(tensor))
         if known is None or not known.has_meta or known.time < self._last_write or known() is not tensor:
             return None

@@ -91,7 +91,7 @@ class TensorOrigins:
         return self.is_bound(tensor) or self.known(tensor) is not None
 
     def is_input(self, tensor: Tensor) -> bool:
-        """Return True if a tensor is an input of the model and was not changed since."""
+        """Return True if a tensor is an input of the model and has not been written to since the recording began."""
         node = self.known_tensors.of(tensor)
         return node is not None and node >= 0 and self._builder.nodes[node].kind == "input"
 
@@ -124,8 +124,8 @@ class TensorOrigins:
                 continue
             if new is None:
                 # The grad_fn of a tensor that was written to is new and does not belong to the tensor's source. The
-                # grad_fn of a view outside of the backward graph is not read, since torch would regenerate it out of
-                # order.
+                # grad_fn of a view outside of the backward graph is not read: reading it would make torch regenerate it
+                # out of order.
                 new = set(map(id, written))
                 differentiable = any(unwrapped(each).requires_grad for each in (*outputs, *written))
             settled = id(tensor) not in new and (differentiable or not is_view(tensor))
@@ -243,7 +243,7 @@ class TensorOrigins:
         if source == IGNORED:
             return
         if meta is not None and not self._builder.nodes[source].outputs:
-            # The outputs of this custom call were not observed, or only before a transform wrapped them.
+            # The outputs of this custom call were not observed, or were observed before a transform wrapped them.
             self._builder.nodes[source].outputs = (meta,)
         self._builder.connect(source, target, meta, differentiable, output)
 
@@ -398,7 +398,7 @@ class TensorOrigins:
     def claim(self, tensors: Sequence[Tensor], node: int, start: int | None = None) -> None:
         """Assign new autograd nodes behind the tensors to a recorded node.
 
-        For the results of a function, ``start`` is the sequence number before it ran.
+        For the results of a function, ``start`` is the sequence number of the backward graph before the function ran.
         """
         owners = self.owners
         names = owners.claim(tensors, node) if start is None else owners.claim_new(tensors, node, start)

@@ -19,7 +19,7 @@ from lightning_recorder.internals.autograd import (
 __all__ = ["AutogradOwners"]
 
 # torch frees a chain of autograd nodes recursively if Python has visited them: a chain of 50,000 crashes the process.
-# The taps may visit 20,000 of the same nodes.
+# This limit leaves room for the taps, which may visit 20,000 nodes of the same chain.
 _MOST_NODES = 15_000
 
 

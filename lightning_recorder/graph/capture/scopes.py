@@ -44,7 +44,7 @@ class Scopes:
     def _leading(self) -> set[int]:
         """Return the nodes with a path to a backward pass, and the calls that contain these nodes."""
         found: set[int] = set()
-        # The users of a tensor come after its source, so they are visited first in reverse order.
+        # Visit the nodes in reverse order, so that the users of a tensor are visited before its source.
         for number in range(len(self._nodes) - 1, -1, -1):
             node = self._nodes[number]
             if (

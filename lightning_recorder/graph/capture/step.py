@@ -300,7 +300,7 @@ class StepRecording:
         ran. ``given`` holds the function's non-tensor arguments.
         """
         tensors = self._origins
-        # Directly in the model's own step, the caller may also be a callback.
+        # If no module call is in progress, the caller may also be a callback of the trainer.
         caller = find_caller(outermost=self._outermost and len(self._calls) == 1, skip=3)
         if caller.custom is None:
             tensors.leave_custom()

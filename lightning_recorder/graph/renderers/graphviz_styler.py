@@ -191,7 +191,7 @@ class GraphvizStyler:
         about = (labels.shown_dilations(node, graph), labels.shown_class(node), labels.size(node))
         lines = (*about, labels.same_weights(node, graph), _repetition(node, graph), labels.tied_to(node))
         return {
-            # Keep lines short, since the layout needs a gap of this width between the edges from above.
+            # Keep the lines of the title short: the layout moves the title into a gap between the edges from above.
             "label": _stacked([*([_bold(name)] if name else []), *(small(line) for line in lines if line)]),
             "tooltip": dot_attribute(_describe(node)),
             **self._address(node),
@@ -213,9 +213,9 @@ class GraphvizStyler:
     def style_edge(self, edge: Edge, graph: Graph) -> dict[str, str]:
         """Return the Graphviz attributes of an edge.
 
-        The label shows the number of tensors if there are several, or the part of the source's output if other edges
-        take other parts. If the outputs are used in a different order, such as the swapped states of an LSTM cell, the
-        label shows their indices. An edge to the next repetition of a folded call is dashed.
+        The label shows the number of tensors if the edge represents several, or the part of the source's output if
+        other edges take other parts. If the target takes the outputs in another order, such as the swapped states of an
+        LSTM cell, the label shows the indices of the outputs. An edge to the next repetition of a call is dashed.
         """
         times, across = labels.times(edge, graph), labels.shown_across(edge, graph)
         words = [str(edge.tensor)] if self.shapes == "edges" and edge.tensor is not None else []

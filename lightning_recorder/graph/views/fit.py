@@ -219,7 +219,7 @@ def _essential(graph: Graph, folded: Callable[[Graph], Graph], *, shapes: bool, 
         shapes: Show the functions that only change shapes.
         dead: Show the functions whose results reach neither an output nor the loss, and the keys and values for a
             later call.
-        constants: Show each of several functions that compute a constant.
+        constants: Show each function that computes a constant, instead of joining several of them.
     """
     whole, graph = graph, graph if dead else drop_caches(graph)
     shown = graph if shapes else hide(graph)
@@ -229,7 +229,7 @@ def _essential(graph: Graph, folded: Callable[[Graph], Graph], *, shapes: bool, 
         return folded(view if constants else join_constants(join_updates(view if dead else drop_numbers(view))))
 
     view = joined(used)
-    # Functions without edges do not count as unused results: they only update a hidden buffer, such as a batch count.
+    # Functions without edges are not counted as unused: they only update a hidden buffer, such as a batch count.
     unused = {edge.target for edge in shown.edges} - {node.id for node in used.nodes}
     if unused:
         # A function may be unused only in the last repetition, which then would not fold with the others. So also try
@@ -316,7 +316,7 @@ _CUT_FIRST: tuple[Kind, ...] = ("op", "tensor", *_MODEL_TENSORS)
 
 
 def _more(run: list[Node], graph: Graph) -> Node:
-    """Return the node that replaces a run of nodes. It has the scope ``loss`` only if all of them have it."""
+    """Return the node that replaces a run of nodes. Its scope is ``loss`` only if all replaced nodes have this scope."""
     scopes = sorted({node.scope for node in run}, key=lambda scope: scope.startswith("loss"))
     name, parent = f"… {len(run)} more", graph.root.id
     return Node(run[0].id, "op", name, parent, 1, scope=scopes[0], source=run[0].source)

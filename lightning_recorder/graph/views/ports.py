@@ -117,7 +117,7 @@ class _Ports:
         inside = self._inside[call.id]
         groups: dict[tuple[Tensor, tuple[str, str]], list[Edge]] = {}
         for edge in self._entering.get(call.id, ()):
-            # A relation to repetitions inside the call would not hold at its port.
+            # Leave out edges with a relation to repetitions inside the call: it would not hold at a port of the call.
             if edge not in self._instead and inside.isdisjoint(each for each, _ in edge.across):
                 # The output indices of a closed call are not known, but a tensor has one name and one dtype.
                 one = edge.part, edge.tensor.dtype if edge.tensor else ""
@@ -150,7 +150,7 @@ class _Ports:
             if framed:
                 self._add_port(call, CHAIN, [*firsts, *([] if alone else [onward])], edges)
             elif alone and all(edge in edges for edge in self._edges() if edge.target == call.id):
-                # Other edges into the node would look like its chain.
+                # With other edges into the node, the chain would not be distinguishable from these edges.
                 first = [edge for edge in edges if "first" in _words(edge, call)]
                 plain = [replace(edge, across=_without(edge, call)) for edge in first]
                 self._replace(edges, plain, [self._shown(edge) for edge in first])
