@@ -346,7 +346,7 @@ class GraphCapture:
         if self._mode is not None and current_function_mode() is self._mode:
             remove_function_mode(self._mode)
             self._paused_in = module
-            # An enclosing capture could not pause before, because this mode was on top of its mode.
+            # An enclosing capture could not pause until now, because this mode was on top of its mode.
             below = current_function_mode()
             if isinstance(below, CaptureMode):
                 below.pause(module)

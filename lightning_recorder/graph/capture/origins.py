@@ -211,7 +211,7 @@ class TensorOrigins:
         for origin, meta, place in origins:
             self.connect(origin, node, meta, output=place)
         if not call.new:
-            # A module call inside the custom call has returned. Its nodes are recorded as usual.
+            # A module call inside the custom call has returned. The nodes of this module call are recorded as usual.
             self._builder.compound.add(node)
         self.custom = CustomNode(node, replace(call, arguments=None))
         # A custom call first creates its backward node, so the latest sequence numbers belong to nested custom calls.

@@ -388,7 +388,7 @@ def main_path(graph: Graph) -> set[tuple[int, int]]:
     place = {node.id: number for number, node in enumerate(graph.nodes)}
     length: dict[int, int] = {}
     before: dict[int, int] = {}
-    # In execution order, so that the path to a node is known before its outgoing edges are visited.
+    # Visit the edges in execution order, so that the path to a node is known before its outgoing edges are visited.
     for edge in sorted(graph.edges, key=lambda each: place[each.target]):
         if place[edge.source] < place[edge.target] and length.get(edge.source, 0) + 1 > length.get(edge.target, 0):
             length[edge.target] = length.get(edge.source, 0) + 1

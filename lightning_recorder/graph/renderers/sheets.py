@@ -196,7 +196,7 @@ class _Plan:
 
     def longest(self, sheet: Mapping[int, int]) -> float:
         """Return the length of the longest sheet, in points."""
-        # Nodes without edges on their own sheet, and constants, can be drawn anywhere, so they do not count.
+        # Ignore constants, and nodes without an edge to another node of their sheet: they can be drawn anywhere.
         free = set(sheet)
         for edge in self._onward:
             if edge.source in sheet and sheet[edge.source] == sheet.get(edge.target):

@@ -316,7 +316,7 @@ _CUT_FIRST: tuple[Kind, ...] = ("op", "tensor", *_MODEL_TENSORS)
 
 
 def _more(run: list[Node], graph: Graph) -> Node:
-    """Return the node that replaces a run of nodes. Its scope is ``loss`` only if all replaced nodes have this scope."""
+    """Return the node that replaces a run of nodes. Its scope is ``loss`` only if all of the run have this scope."""
     scopes = sorted({node.scope for node in run}, key=lambda scope: scope.startswith("loss"))
     name, parent = f"… {len(run)} more", graph.root.id
     return Node(run[0].id, "op", name, parent, 1, scope=scopes[0], source=run[0].source)
