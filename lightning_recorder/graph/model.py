@@ -73,7 +73,7 @@ _SCRIPTED = ("RecursiveScriptModule", "ScriptModule", "TopLevelTracedModule", "T
 _VERSION = 3
 _READABLE = (2, 3)  # version 2 has fewer fields
 
-# The number of bytes of one element. Graphs can be read without torch.
+# The number of bytes of one element of each dtype. torch is not used, since graphs can be read without torch.
 _ITEM_BYTES = {
     **dict.fromkeys(("bool", "uint8", "int8", "quint8", "qint8"), 1),
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),

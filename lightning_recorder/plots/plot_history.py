@@ -50,7 +50,7 @@ class _Counts(NamedTuple):
 
 
 class PlotHistory(History[Hashable]):
-    """Keeps the statistics of sites at evenly spaced steps of a run, without reading files.
+    """Keeps the statistics of sites in memory, at evenly spaced steps of a run.
 
     Every record is kept until there are ``max_steps`` records. Then every second record is dropped. From then on only
     every second new record is kept, later every fourth, and so on. The first and the latest record are always kept.
@@ -283,7 +283,7 @@ class PlotHistory(History[Hashable]):
         return self.histogram_sites_of(self.degrees)
 
     def histogram_sites_of(self, degrees: Floats) -> list[Hashable]:
-        """Return :attr:`histogram_sites` for known degrees, ``[sites]``, which saves computing them again."""
+        """Return :attr:`histogram_sites` for degrees that are already computed, ``[sites]``."""
         sites = [site for site in self.places if site in self._latest] if self.max_histograms else []
         rows = [self.places[site] for site in sites]
         return [sites[place] for place in choose(degrees[rows], self.max_histograms)] if sites else []

@@ -124,11 +124,11 @@ class KnownTensors:
             release_address(address)
 
     def find(self, tensor: Tensor) -> KnownTensor | None:
-        """Return the entry of a tensor if the entry has a shape and the tensor was not changed since, else None."""
+        """Return the entry of a tensor, or None if its shape is unknown or the tensor was changed after the entry."""
         known = self._tensors.get(id(tensor))
         if known is None or not known.has_meta or known.time < self._last_write or known() is not tensor:
             return None
-        # The tensor may have been resized, or its ``data`` assigned.
+        # Compare shape and dtype, since the tensor may have been resized, or its ``data`` may have been assigned.
         return known if known.meta.shape == tensor.shape and known.dtype is tensor.dtype else None
 
     def is_bound(self, tensor: Tensor) -> bool:

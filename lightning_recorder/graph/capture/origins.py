@@ -50,7 +50,7 @@ class Call:
 
 @dataclass
 class CustomNode:
-    """A call of an ``autograd.Function`` that is in progress or has just ended. Its end cannot be observed."""
+    """A call of an ``autograd.Function`` that is in progress or has just ended. The end of a call is not observable."""
 
     node: int
     call: CustomCall

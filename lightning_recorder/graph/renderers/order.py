@@ -10,7 +10,7 @@ from lightning_recorder.graph.model import Graph, Node
 
 __all__ = ["constraints"]
 
-_NEAR, _EARLY = 3, 5  # numbers of edges on a path
+_NEAR, _EARLY = 3, 5  # the maximum number of edges on a path to a near node, and to an early node
 
 
 def constraints(graph: Graph) -> list[tuple[int, int]]:

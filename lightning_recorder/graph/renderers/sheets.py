@@ -179,7 +179,7 @@ class _Plan:
             ways += [(self._atom, _MOST), (nodes, most)]
         for self._atom, parts in ways:
             options = [self._divided(long, number) for number in range(2, parts + 1)]
-            # A block that cannot be divided may be nearly as long as the picture.
+            # A block that is kept whole may be nearly as long as the picture. Then a division is not worthwhile.
             found = [each for each in options if self.longest(each) <= _WORTHWHILE * long]
             if found:
                 fitting = [each for each in found if self.longest(each) <= _SHEETS_GOAL * self.breadth(each)]

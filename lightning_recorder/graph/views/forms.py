@@ -128,7 +128,7 @@ def _inner_edges(graph: Graph, place: Mapping[int, int]) -> dict[int, list[Key]]
 
 def _label(node: Node) -> Key:
     """Return the properties that equal nodes have in common."""
-    # The names of equal modules differ, and so do the names of equal parameters before the last dot.
+    # Equal modules have different names. The names of equal parameters are the same only after the last dot.
     name = "" if node.kind == "module" else node.name.rpartition(".")[2] if node.kind != "op" else node.name
     sizes = tuple(_fixed_sizes(node, meta) for meta in node.outputs)
     tied = tuple(map(without_numbers, node.tied))  # the names of equal blocks differ only in numbers

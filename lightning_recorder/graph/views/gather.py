@@ -28,7 +28,7 @@ def gather(graph: Graph, few: int = _FEW) -> Graph:
 
     Args:
         graph: A recorded graph, or a view of one.
-        few: The maximum number of tensors that stay separate nodes. For nested containers, it is ``min(few, 2)``.
+        few: The maximum number of tensors that stay separate nodes. In nested containers, at most two tensors do.
 
     Example:
         >>> import torch

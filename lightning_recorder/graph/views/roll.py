@@ -142,7 +142,7 @@ def _sources_first(nodes: Sequence[Node], sources: Mapping[int, Iterable[int]]) 
     free = [place[node] for node, before in waiting.items() if not before]
     order: dict[int, None] = {}
     for first in range(len(nodes)):
-        # If merged calls take results of each other, keep the order of the first of them.
+        # If merged calls take each other's results, no node is free. Then continue with the first remaining node.
         free = free or [first] * (first not in order)
         while free:
             number = heapq.heappop(free)
