@@ -193,7 +193,7 @@ class Drawing:
     def _repr_html_(self) -> str:
         """Return the picture in an iframe that is at most as wide as the notebook.
 
-        In an iframe, links work, and the names in the SVG do not clash with those of other pictures.
+        In an iframe, links work, and the names in the SVG do not clash with the names in other pictures.
         """
         svg = self._repr_svg_()
         svg = svg[svg.index("<svg") :]

@@ -136,9 +136,8 @@ class StatisticStyler(GraphvizStyler):
     def _inside(self, node: Node) -> str | None:
         """Return the inner module whose value a closed box shows: the most unusual one, or a typical one.
 
-        Call this for a box whose own module has no value. A box without any value would look as if nothing inside it
-        was recorded.
-        If a box represents several modules, the modules inside all of them are considered.
+        This is for a box whose own module has no value. A box without any value would look as if nothing inside it was
+        recorded. If a box represents several modules, the modules inside all of them are considered.
         """
         starts = tuple(f"{name}." if name else "" for name in node.members or (node.name,))
         names = [name for name in self.values if name.startswith(starts) and name != node.name]

@@ -69,7 +69,7 @@ class PlotHistory(History[Hashable]):
 
     Note:
         :attr:`nbytes` is the memory in use. A site takes ``8 * statistics + 1`` bytes for each kept record, and the
-        memory of its first and latest counts. A statistic that is the same for all of 200 or more sites takes less.
+        memory of its first and latest counts. In a record of 200 or more sites, a statistic of equal values takes less.
         For each kept record after which records were dropped, a site takes ``8 * conspicuous + 1`` bytes more. The
         counts of a site in one record take 320 bytes, and 3 to 10 bytes per non-empty bin: typically 1 KB, at most
         20 KB. Beyond ``max_count_bytes``, only ``max_histograms`` sites keep the counts of ``max_steps`` records. A

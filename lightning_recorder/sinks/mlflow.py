@@ -26,8 +26,8 @@ _MOST_METRICS = 1000  # maximum number per request, a limit of MLflow
 _LONGEST_KEY = 250  # maximum number of characters, a limit of MLflow
 _LONGEST_IMAGE_KEY = 120  # for the file name, MLflow adds 100 bytes to the key; a file name has at most 255 bytes
 
-# MLflow accepts non-ASCII letters in metrics, but not in the keys of images. In metrics, their escapes could make a
-# request of 1000 metrics larger than the 1 MB that a server accepts.
+# MLflow accepts non-ASCII letters in the keys of metrics, but not in the keys of images. Replace them in metrics, too:
+# their escapes could make a request of 1000 metrics larger than the 1 MB that a server accepts.
 _UNWANTED = r"[^A-Za-z0-9_. \-]"
 
 _MAX_BINS = 64  # about twice as many as a plot can show

@@ -124,7 +124,7 @@ class KnownTensors:
             release_address(address)
 
     def find(self, tensor: Tensor) -> KnownTensor | None:
-        """Return the entry of a tensor, or None if its shape is unknown or the tensor was changed after the entry."""
+        """Return the entry of a tensor; None if its shape is unknown, or if the tensor was changed after the entry."""
         known = self._tensors.get(id(tensor))
         if known is None or not known.has_meta or known.time < self._last_write or known() is not tensor:
             return None

@@ -220,7 +220,7 @@ def _number(text: str) -> int:
 def shown_across(edge: Edge, graph: Graph) -> str:
     """Return the relation of an edge to the repetitions of folded nodes, such as ``next``; empty if there is none.
 
-    If several folded nodes are nested, the text names the one that is meant, as in ``next of ×5``.
+    If several folded nodes are nested, the text names the folded node of the relation, as in ``next of ×5``.
     """
     words: dict[int, list[str]] = {}
     for group, word in edge.across:

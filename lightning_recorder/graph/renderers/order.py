@@ -97,8 +97,8 @@ class _Order:
     def _before(self, calls: Sequence[Node], after: Node) -> int | None:
         """Return the entry of one of the earlier ``calls``, which must not be drawn after the call ``after``.
 
-        This is usually the entry of the last earlier call. If both calls depend on different inputs, as in two towers,
-        ``after`` may be drawn beside the first call of the other tower.
+        This is usually the entry of the last earlier call. If that call and ``after`` depend on different inputs, as in
+        two towers, ``after`` may be drawn beside the first call of the other tower.
         """
         before = last = self._entry(calls[-1])
         entry = self._entry(after)

@@ -96,8 +96,8 @@ def close_calls(graph: Graph, closed: Set[int]) -> Graph:
 def _names_of_results(graph: Graph, closed: Set[int], target: Mapping[int, int]) -> dict[int, str]:
     """Name the results of closed calls with several results, such as ``cos`` and ``sin``, after the computing nodes.
 
-    A result is named after its node or the module around the node. If two results get the same name, the nodes that
-    compute their inputs are tried.
+    A result is named after the node that computes it, or after the module around this node. If two results get the same
+    name, the nodes that compute the inputs of these nodes are tried.
     """
     results: dict[int, dict[int, None]] = {}
     for edge in graph.edges:

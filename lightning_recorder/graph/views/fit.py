@@ -134,7 +134,7 @@ def _with_examples(
 ) -> Graph:
     """Open one closed call of each kind as an example, if the view has less than half of ``max_nodes``.
 
-    The resulting view has at most two thirds of ``max_nodes``.
+    An example is opened only if the view then has at most two thirds of ``max_nodes``.
 
     Args:
         view: The view.

@@ -417,7 +417,7 @@ def _repeated(siblings: Siblings, node: int, run: Run, group: int, pairs: Mappin
 
 
 def _differ(siblings: Siblings, node: int, run: Run, spot: Key, *, parts: bool = False) -> bool:
-    """Return True if a node takes different outputs of a source outside of the run in different units.
+    """Return True if the counterparts of a node in all units take different outputs of a source outside of the run.
 
     With ``parts``, compare the parts of the edges instead of the outputs.
     """

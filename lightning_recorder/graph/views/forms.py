@@ -74,7 +74,7 @@ def forms(graph: Graph, parts: MutableGraph, *, with_training: bool = True, with
 
 
 def _untrained(graph: Graph) -> dict[str, Key]:
-    """Return for each module what is frozen or got no gradient: parameters by name, or "" for the whole module."""
+    """Return, by module, its frozen parameters and its parameters without a gradient; "" means the whole module."""
     found: dict[str, list[tuple[str, str]]] = {}
     for status, names in (("frozen", graph.unused.frozen), ("no gradient", graph.unused.parameters)):
         for name in names:

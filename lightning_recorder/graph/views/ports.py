@@ -78,7 +78,7 @@ class _Ports:
         self._entering: dict[int, dict[Edge, None]] = {}
         """By call: the edges into the call from outside."""
         self._related: dict[int, dict[Edge, None]] = {}
-        """By repeated node: the edges into its first or next repetition."""
+        """By repeated node: the edges with the relation ``first`` or ``next`` to this node."""
         for edge in graph.edges:
             self._register(edge, graph[edge.target])
 
