@@ -182,7 +182,7 @@ def _aspects(node: Node, other: Node) -> Iterator[str]:
         "shared": (str(node.shared), str(other.shared)),
     }
     named, others = _arguments(node), _arguments(other)
-    # An argument may have the name of an aspect, such as ``repeats``.
+    # Keep arguments apart from aspects, since an argument may have the name of an aspect, such as ``repeats``.
     given = [(name, (named.get(name, ""), others.get(name, ""))) for name in {**named, **others}]
     return (
         f"{aspect}: {mine or 'none'} -> {theirs or 'none'}"

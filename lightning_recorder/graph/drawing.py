@@ -193,7 +193,7 @@ class Drawing:
     def _repr_html_(self) -> str:
         """Return the picture in an iframe that is at most as wide as the notebook.
 
-        In an iframe, links work, and the names in the SVG do not clash with those of other pictures.
+        In an iframe, links work, and the names in the SVG do not clash with the names in other pictures.
         """
         svg = self._repr_svg_()
         svg = svg[svg.index("<svg") :]
@@ -261,11 +261,11 @@ def draw(
         hide_inner_tensors: Leave out the tensors between functions.
         parameters: Show the parameters and buffers of open calls: all of them, none of them, or by default those of
             modules that call other modules, such as a position embedding.
-        shapes: Show the functions that only change shapes or types, such as ``view`` and ``to``; without it, edges pass
-            them and the caption counts them.
-        all: Show these, the functions whose results reach neither an output nor the loss, the keys and values that are
-            returned for a later call, functions that compute one number from nothing else, and each of several
-            functions that compute a constant, such as a table of positions.
+        shapes: Show the functions that only change shapes or types, such as ``view`` and ``to``. By default, edges lead
+            past these functions, and the caption counts them.
+        all: Show the functions of ``shapes``, the functions whose results reach neither an output nor the loss, the
+            keys and values that are returned for a later call, functions that compute one number only from numbers, and
+            each of several functions that compute a constant, such as a table of positions.
         roll: Draw a module that is called several times once, with the number of calls.
         fold: Draw equal siblings once, with their number.
         max_nodes: Reduce the view until it has at most this many nodes, by the rules of :func:`fit_view`. ``None`` or

@@ -105,7 +105,7 @@ class Layout:
         """Wait for the process and return the paths of the pictures.
 
         Args:
-            wait_s: Seconds to wait before the process is killed; by default all of its remaining time.
+            wait_s: Seconds to wait before the process is killed; by default, the time that is left of ``timeout_s``.
 
         Raises:
             RenderError: If the renderer failed or timed out, or if the text of a bitmap would be too small to read. The

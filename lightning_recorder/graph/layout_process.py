@@ -1,6 +1,6 @@
 """A script that lays out each sheet of a Graphviz document separately and moves titles of frames away from edges.
 
-If Graphviz laid out all sheets together, it would align their nodes, and a high node on one sheet would make a gap on
+If Graphviz laid out all sheets together, it would align their nodes, and a tall node on one sheet would make a gap on
 all others. Each sheet is laid out several times, with its statements in different orders. The best layout has the
 fewest edge crossings. It also has the fewest pairs of modules, inputs or outputs beside each other in the wrong order,
 with the later one on the left.
@@ -277,7 +277,7 @@ class Orders:
     def _put_in_turn(self, part: list[str], layout: Any) -> list[str]:
         """Reorder the statements of nodes and frames that are in the wrong order.
 
-        If Graphviz kept the positions and only exchanged the nodes, the layout would be right.
+        The new order is right if Graphviz keeps the positions in the layout and only exchanges the nodes.
         """
         at = self._places(layout)
         wrong = [each for pair in self._reversed(layout) for each in pair]
@@ -402,7 +402,7 @@ def frame_boxes_of(layout: Any) -> dict[str, tuple[float, ...]]:
 
 
 def align(first: Any, second: Any, between: Sequence[str]) -> None:
-    """Align both ends of each skip connection of a U-Net vertically, by widening gaps below the nodes."""
+    """Move both ends of each skip connection of a U-Net to the same height, by widening gaps below the nodes."""
     sides = {name: box for layout in (first, second) for name, box in boxes_of(layout).items()}
     low = [min(bottom for _, bottom, _, _ in boxes_of(each).values()) for each in (first, second)]
     gaps: tuple[list[tuple[float, float, float]], ...] = ([], [])
@@ -506,7 +506,7 @@ def straight(path: Sequence[Point]) -> str:
 
 
 def keep_inside(layout: Any) -> None:
-    """Keep edges between two nodes of a frame inside the frame. The edge of a skip connection may leave it."""
+    """Move edges between two nodes of a frame into the frame. Graphviz may draw a skip connection outside of it."""
     frames = [
         (set(each.get("nodes", ())), [float(side) for side in each["bb"].split(",")])
         for each in layout.get("objects", ())

@@ -73,7 +73,7 @@ _SCRIPTED = ("RecursiveScriptModule", "ScriptModule", "TopLevelTracedModule", "T
 _VERSION = 3
 _READABLE = (2, 3)  # version 2 has fewer fields
 
-# The number of bytes of one element. Graphs can be read without torch.
+# The number of bytes of one element of each dtype. torch is not used, since graphs can be read without torch.
 _ITEM_BYTES = {
     **dict.fromkeys(("bool", "uint8", "int8", "quint8", "qint8"), 1),
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
@@ -115,7 +115,7 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class Node:
-    """An event of the recording, such as a call, or a tensor that existed before.
+    """An event of the recording, such as a call, or a tensor that existed before the recording.
 
     Args:
         id: Unique in the graph; ascending in execution order.
@@ -218,7 +218,7 @@ class Edge:
         across: Only in a folded view: the ids of repeated nodes around the source or the target, each with the relation
             of the edge to the repetitions of the node; see :data:`Repetition`.
         outputs: The index of each of these tensors among the outputs of the source; empty if all indices are 0. In a
-            view, each index may occur once, and ``outputs`` is empty if repetitions take different outputs.
+            view, equal indices may be listed once, and ``outputs`` is empty if repetitions take different outputs.
         part: Only in a view: the part of the output that is used, such as ``2`` of ``chunk`` or ``[4:]``. For a closed
             call with several results, the name of a result, such as ``cos``. Ignored in comparisons.
     """
@@ -457,7 +457,7 @@ class Graph:
 
     @classmethod
     def from_json(cls, data: Any) -> Graph:
-        """Return the graph for the output of :meth:`to_json`, or for the path of such a file, like ``graph.json``.
+        """Return the graph from the output of :meth:`to_json`, or from a file with this output, like ``graph.json``.
 
         Raises:
             ArgumentError: If the data has another version or is not a graph, or if the file cannot be read.

@@ -69,7 +69,7 @@ class GraphPicture:
         self._deadline = time.monotonic() + timeout_s
         self._result: list[Path] | RenderError | OSError = RenderError("nothing was tried")
         self.note = ""
-        """A message that the picture has fewer nodes than requested, with the reason; empty if it has not."""
+        """A message that the picture has fewer nodes than requested, with the reason; empty if this is not the case."""
         self._layout: Layout | None = None
         self._try_next()
 
@@ -98,7 +98,7 @@ class GraphPicture:
         """Wait for the result and return the paths of the pictures.
 
         Args:
-            wait_s: Seconds to wait; by default all of the remaining time.
+            wait_s: Seconds to wait; by default, the time that is left of ``timeout_s``.
 
         Raises:
             RenderError: If every attempt failed. The message holds the end of the renderer's output.

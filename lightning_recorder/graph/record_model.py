@@ -165,7 +165,7 @@ _NO_VALUES = ("DataDependentOutputException", "DynamicOutputShapeException")
 
 
 class _Stand(nn.Module):
-    """A module that captures the model while ``functional_call`` has replaced the model's tensors."""
+    """A module that captures the graph of the model while ``functional_call`` has replaced the model's tensors."""
 
     def __init__(self, net: nn.Module, costs: bool) -> None:
         super().__init__()

@@ -27,10 +27,10 @@ class Unused:
         modules: Names of the outermost registered modules that were not called and of which no tensor was used. Metrics
             of torchmetrics are left out.
         parameters: Names of the parameters that require a gradient and got none, because no backward pass reached them.
-            In a recording without a backward pass, the parameters that no result of the model depends on. In a
-            recording without any gradients, the parameters that nothing used.
-        frozen: Names of the parameters that require no gradient. If a module has only such parameters, the name of the
-            outermost such module.
+            For a recording without a backward pass, these are the parameters that no result of the model depends on.
+            For a recording without any gradients, these are the parameters that nothing used.
+        frozen: Names of the parameters that require no gradient. If all parameters of a module are frozen, they are
+            replaced by the name of the outermost such module.
         stops: The functions that stop a gradient although their result is used later, with the reason and the line of
             code. The reason is ``detach``, ``no_grad``, an integer result, or a function without a gradient.
         unregistered: Names of the parameters that got a gradient although the model does not register their module,

@@ -32,7 +32,7 @@ Floats = NDArray[np.float64]
 
 
 def to_floats(name: str, values: Any, expected: str, *dimensions: int) -> Floats:
-    """Convert numbers to a float64 array. Copy only if the dtype or the device differs.
+    """Convert numbers to a float64 array. Values that already are float64 on the CPU are not copied.
 
     Args:
         name: The name of the argument, for the error message.
@@ -103,7 +103,7 @@ _Kind = Literal["linear", "log", "symlog"]
 _DECADES = 12
 # Beyond this ratio of the largest to a small value, the small value is indistinguishable from 0 on a linear scale.
 _WIDE = 50.0
-_MOST_COLUMNS = 97  # two pixels per column next to the longest names; more columns would be indistinguishable
+_MOST_COLUMNS = 97  # even next to the longest names, a column is two pixels wide; narrower ones would be hard to see
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class Scale:
 
 
 def scale_of(values: NDArray[Any], *, log: bool | None = None) -> Scale:
-    """Return the scale for a statistic: logarithmic for positive values over decades, symmetric for signed values.
+    """Return the scale for a statistic: logarithmic for positive values that span decades, symmetric for signed values.
 
     Values that are not finite are ignored. Zeros are ignored on a logarithmic scale. ``log`` forces or forbids a
     logarithmic scale (symlog for signed values).
@@ -239,8 +239,8 @@ def value_scale(low: float, high: float, spread: float) -> Scale:
     """Return the axis for values from ``low`` to ``high``.
 
     ``spread`` is the width of the range that contains most values of a narrow histogram. If this range would take less
-    than a fiftieth of a linear axis, the axis is symlog. It is then linear over the width of the histogram, because a
-    logarithmic axis would show a bell curve around 0 with two peaks.
+    than a fiftieth of a linear axis, the axis is symlog. A symlog axis is nearly linear over a range of this width
+    around 0. A logarithmic axis would show a bell curve around 0 with two peaks.
     """
     if spread > 0 and high / _WIDE - low / _WIDE > spread:
         return Scale("symlog", low, high, _threshold(spread, max(abs(low), abs(high))))
@@ -315,7 +315,7 @@ class Columns:
         return np.arange(width) * len(self) // max(width, 1)
 
     def left_of(self, steps: Floats, step: int, width: int) -> int:
-        """Return the first pixel of the column with a step, or with the next recorded step.
+        """Return the first pixel of the column that contains a step; for an unrecorded step, the next recorded step.
 
         All columns together are ``width`` pixels wide.
         """

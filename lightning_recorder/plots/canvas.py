@@ -123,7 +123,7 @@ class Canvas:
 
         # Round down here, since Pillow rounds towards 0, which would move negative coordinates in the other direction.
         shown = [(np.floor(points * _FINE), inside, outline) for points, inside, outline in curves]
-        # Draw in bands, since a supersampled picture of the whole area would take nine times the memory of the image.
+        # Draw in bands: a supersampled picture of the whole area would take nine times as much memory as the image.
         for begin in range(0, height, _BAND_PX):
             end = min(begin + _BAND_PX, height)
             area = Pictures.new("RGB", (width * _FINE, (end - begin) * _FINE), "white")
@@ -208,7 +208,7 @@ _PART_LENGTHS = ((99, 99), (6, 99), (4, 99), (3, 99), (3, 6), (3, 4), (2, 4), (1
 
 
 def shortened(name: str, room: float, *, px: int = DETAIL_PX, head: float = _SPLITS[0], ending: str = "") -> str:
-    """Shorten a name so that it fits. The middle is replaced by an ellipsis, because names differ at their ends.
+    """Shorten a name to at most ``room`` pixels. An ellipsis replaces the middle, because names differ at their ends.
 
     ``head`` is the fraction of the kept characters before the ellipsis. ``ending`` is appended.
     """
@@ -231,7 +231,7 @@ def _cut(name: str, kept: int, head: float) -> str:
 
 
 def fitted(names: Sequence[str], room: float, *, px: int = DETAIL_PX, among: Sequence[str] = ()) -> list[str]:
-    """Shorten names so that they fit and stay distinct.
+    """Shorten names to at most ``room`` pixels each, so that they stay distinct.
 
     If a name is too long, the names are shortened in this order. A block such as ``block_17`` is replaced by its
     number. Parts that all names begin with are left out. Parts before the number of a block are left out, unless they

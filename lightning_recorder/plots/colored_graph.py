@@ -31,8 +31,8 @@ _STEPS = 5  # number of colors in the legend
 _NOT_RECORDED = "#f0f0f0"
 _NOT_FINITE = "#000000"
 _LIGHT, _DARK = "#ffffff", "#000000"
-_SIMILAR = 1 / 8  # colors are similar within this fraction of the legend
-_MOST_SIMILAR = 1 / 4  # the same fraction, if the values of neighboring blocks also differ that much
+_SIMILAR = 1 / 8  # colors are similar if their distance is below this fraction of the legend
+_MOST_SIMILAR = 1 / 4  # the maximum of this fraction, for values that usually differ as much between neighboring blocks
 _NOISE = 1 / 4  # values that differ from the median by at most this fraction of it count as similar to it
 _LOOK_NOT_FINITE, _LOOK_STANDS_OUT, _LOOK_MISSING, _LOOK_FRAMED = 99, 100, 101, 102
 _FRAMED = {"color": "#d4002a", "penwidth": "3"}
@@ -40,7 +40,7 @@ _LOOK = "statistic"  # name of the argument that keeps modules with different co
 
 
 class StatisticStyler(GraphvizStyler):
-    """Fills module boxes with the color of a statistic and writes the value into them.
+    """Fills each module box with a color for the value of a statistic, and writes the value into the box.
 
     Modules without a value are light grey. A closed box without a value of its own shows the value and the name of the
     most unusual module inside it, or of a typical one if none is unusual. Functions and tensors keep their usual style.
@@ -95,7 +95,7 @@ class StatisticStyler(GraphvizStyler):
         """Return a number for each module. Equal modules with the same number have similar colors.
 
         The number is the distance between the module's value and the median of its family, in units of an eighth of the
-        legend. The family are the corresponding modules of repeated blocks. The number is 0 if value and median differ
+        legend. A family is the corresponding modules of repeated blocks. The number is 0 if value and median differ
         by less than a quarter of the median. It is also 0 if they differ by less than twice the usual difference
         between neighbors, up to a quarter of the legend. Three sorts of modules always get a number of their own:
         modules that stand out, framed modules, and modules without a value in a family with values.
@@ -116,7 +116,7 @@ class StatisticStyler(GraphvizStyler):
                 usual = np.nanmedian(np.abs(np.diff(away))) if np.isfinite(np.diff(away)).any() else 0.0
                 places[np.abs(away) <= min(2 * usual, _MOST_SIMILAR)] = 0
                 middle = _middle(values.tolist())
-                # If the legend has a narrow range, noise would have many colors.
+                # Ignore small differences: on a legend with a narrow range, noise would get many colors.
                 places[np.abs(values - middle) <= _NOISE * abs(middle)] = 0
             for name, each in zip(group, places.tolist(), strict=True):
                 found[name] = _LOOK_NOT_FINITE if math.isnan(each) else int(each)
@@ -136,8 +136,8 @@ class StatisticStyler(GraphvizStyler):
     def _inside(self, node: Node) -> str | None:
         """Return the inner module whose value a closed box shows: the most unusual one, or a typical one.
 
-        This is for boxes whose own module has no value, which would otherwise look as if nothing inside was recorded.
-        If a box represents several modules, the modules inside all of them are considered.
+        This is for a box whose own module has no value. A box without any value would look as if nothing inside it was
+        recorded. If a box represents several modules, the modules inside all of them are considered.
         """
         starts = tuple(f"{name}." if name else "" for name in node.members or (node.name,))
         names = [name for name in self.values if name.startswith(starts) and name != node.name]

@@ -131,7 +131,7 @@ def paint(values: Floats, scale: Scale, table: Table) -> Image:
 
 
 def pattern(mark: Mark, height: int, width: int) -> Image:
-    """Return the pattern that replaces a color: white, grey, grey dots or black stripes on white, or black."""
+    """Return the pattern that replaces a color: white, grey, black, grey dots on white, or black stripes on white."""
     if mark in _FLAT:
         return np.full((height, width, 3), _FLAT[mark], dtype=np.uint8)
     rows, columns = np.indices((height, width))
@@ -242,7 +242,7 @@ def rows_room(names: Sequence[str]) -> int:
 
 
 def fitted_names(rows: Sequence[int], names: Sequence[str]) -> list[str]:
-    """Return the names of the given rows, shortened to fit on the left. No two of all names become equal."""
+    """Return the names of the given rows, shortened to fit on the left. They stay distinct from all other names."""
     return _row_names([names[row] for row in rows], names)
 
 
@@ -253,8 +253,8 @@ def _row_names(names: Sequence[str], among: Sequence[str] = ()) -> list[str]:
 def row_names(canvas: Canvas, area: Area, names: Sequence[str], distance: float, marked: Sequence[int] = ()) -> None:
     """Draw the names to the left of their rows, as many as fit.
 
-    The ``marked`` rows stand out; the most unusual row comes first. Their names are bold and are always drawn. If bold
-    names are too close to each other, they are moved apart, with lines to their rows.
+    ``marked`` are the rows that stand out, starting with the most unusual row. Their names are bold and are always
+    drawn. If bold names are too close to each other, they are moved apart, with lines to their rows.
     """
     left, top, _, height = area
     shown = _row_names(names)

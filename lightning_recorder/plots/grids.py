@@ -231,7 +231,7 @@ def _to_bytes(values: Floats) -> Image:
 
 
 def _layout(count: int, rows: int, columns: int, width: int) -> tuple[int, tuple[int, int]]:
-    """Return the number of panels per row and the maximum height and width of a panel. Panels fill the space."""
+    """Return the number of panels per row, and the maximum height and width of a panel that fills the space."""
     aspect = float(np.clip(rows / columns, 1 / _LONGEST, _LONGEST))
     best = (1, (1, 1))
     for limit in _HEIGHTS_PX:

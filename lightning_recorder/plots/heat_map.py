@@ -52,7 +52,7 @@ __all__ = ["heat_map"]
 
 _MOST_ROWS = 260
 _ROW_PX = (5, 24)  # the minimum and the maximum height of a row
-_COMFORTABLE_PX = 14  # the preferred height of a row with its name, which needs 12; up to 116 rows have at least that
+_COMFORTABLE_PX = 14  # the preferred height of a row; a name needs 12, and up to 116 rows have at least 12
 _TALLEST_PX = 1400
 
 
@@ -91,8 +91,8 @@ def heat_map(
         recorded: A mask of the recorded values, ``[layers, steps]``. By default all values are recorded, so a NaN
             counts as a recorded value.
         undefined: A mask of recorded values that are undefined, ``[layers, steps]``, such as the ratio of an update to
-            a weight of zero. They are not NaN of the training, so they have a pattern of their own. By default there
-            are none.
+            a weight of zero. Such a value is no sign of NaN in the training, so it has a pattern of its own. By default
+            no value is undefined.
         log: If True or False, force or forbid a logarithmic scale. By default the values decide.
         degrees: How unusual each layer is, ``[layers]``. :func:`overview` passes degrees from all statistics. By
             default, the layers are compared by ``values``.

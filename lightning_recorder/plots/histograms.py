@@ -212,8 +212,8 @@ def histogram_over_time(
     is divided in proportion to the widths of its parts, so that the fractions of a step add up to 1. The common bins
     have equal height in the image. The axis is linear. If the bulk of the values would then be too thin to see, the
     axis is symlog: linear around 0, logarithmic beyond. If several steps share a column, it shows the mean of their
-    fractions. Empty bins are white. Steps without a finite value have a pattern. It means NaN or infinities if the
-    counts of the fixed bins include them, and otherwise that the step was not recorded.
+    fractions. Empty bins are white. Steps without a finite value have a pattern. If the counts of the fixed bins have
+    NaN or infinities, the pattern shows which. Otherwise the pattern means that the step was not recorded.
 
     Args:
         steps: The steps in ascending order, ``[steps]``.

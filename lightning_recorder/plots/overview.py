@@ -38,11 +38,11 @@ def overview(
 
     The tags are ``<group>_plots/heat_map/<statistic>`` for each statistic, ``<group>_plots/ridge`` for the latest
     histograms, ``<group>_plots/over_time/<site>`` for some sites and, for gradients, ``<group>_plots/flow`` for the
-    latest step. ``Unusual/<group>`` is a heat map of 20 sites if there are more than 20. It comes first on a page that
-    sorts tags, and is drawn only if a site stands out or a finding names one. Gradients of parameters have no plots
-    over time, because their names would collide with the names of the parameters. Statistics and histograms that were
-    never recorded have no plots. All images choose and mark the same sites: the sites of findings, the sites that stand
-    out in any of the kept statistics, and an even selection of the others.
+    latest step. With more than 20 sites, ``Unusual/<group>`` is a heat map of 20 of the sites. It comes first on a page
+    that sorts tags. It is drawn only if a site stands out or a finding names a site. Gradients of parameters have no
+    plots over time, because their names would collide with the names of the parameters. Statistics and histograms that
+    were never recorded have no plots. All images choose and mark the same sites: the sites of findings, the sites that
+    stand out in any of the kept statistics, and an even selection of the others.
 
     Args:
         history: The recorded statistics.

@@ -50,7 +50,7 @@ class _Counts(NamedTuple):
 
 
 class PlotHistory(History[Hashable]):
-    """Keeps the statistics of sites at evenly spaced steps of a run, without reading files.
+    """Keeps the statistics of sites in memory, at evenly spaced steps of a run.
 
     Every record is kept until there are ``max_steps`` records. Then every second record is dropped. From then on only
     every second new record is kept, later every fourth, and so on. The first and the latest record are always kept.
@@ -62,17 +62,18 @@ class PlotHistory(History[Hashable]):
         max_histograms: The number of sites with plots of their counts over time: the sites that stand out, and an even
             selection of the others.
         max_count_bytes: The memory for counts over time. Counts are kept for all sites, because any site may become
-            unusual. When the memory is used up, every second record of the sites without such a plot is dropped.
+            unusual. When the memory is used up, sites without such a plot lose the counts of every second record.
 
     Raises:
         ArgumentError: If a number is too small.
 
     Note:
         :attr:`nbytes` is the memory in use. A site takes ``8 * statistics + 1`` bytes for each kept record, and the
-        memory of its first and latest counts. A statistic that is the same for all of 200 or more sites takes less.
-        Where records were dropped, a site takes ``8 * conspicuous + 1`` bytes more. Counts take 320 bytes, and 3 to 10
-        bytes per non-empty bin: typically 1 KB, at most 20 KB. Beyond ``max_count_bytes``, only ``max_histograms``
-        sites keep the counts of ``max_steps`` records. A history can be pickled. It is not thread-safe.
+        memory of its first and latest counts. In a record of 200 or more sites, a statistic of equal values takes less.
+        For each kept record after which records were dropped, a site takes ``8 * conspicuous + 1`` bytes more. The
+        counts of a site in one record take 320 bytes, and 3 to 10 bytes per non-empty bin: typically 1 KB, at most
+        20 KB. Beyond ``max_count_bytes``, only ``max_histograms`` sites keep the counts of ``max_steps`` records. A
+        history can be pickled. It is not thread-safe.
 
     Example:
         >>> history = PlotHistory(max_steps=4, statistics=("rms",))
@@ -282,7 +283,7 @@ class PlotHistory(History[Hashable]):
         return self.histogram_sites_of(self.degrees)
 
     def histogram_sites_of(self, degrees: Floats) -> list[Hashable]:
-        """Return :attr:`histogram_sites` for known degrees, ``[sites]``, which saves computing them again."""
+        """Return :attr:`histogram_sites` for degrees that are already computed, ``[sites]``."""
         sites = [site for site in self.places if site in self._latest] if self.max_histograms else []
         rows = [self.places[site] for site in sites]
         return [sites[place] for place in choose(degrees[rows], self.max_histograms)] if sites else []

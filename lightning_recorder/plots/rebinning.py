@@ -109,7 +109,7 @@ def rebin(found: Bins, edges: Floats) -> Floats:
     rows, bins = np.nonzero(flat & (counts > 0))
     where = np.clip(np.searchsorted(edges, limits[rows, bins], side="right") - 1, 0, inside.shape[1] - 1)
     np.add.at(inside, (rows, where), counts[rows, bins])
-    # Count the values below each edge. The counts are rounded to a multiple of a power of two below, so that all sums
+    # Count the values below each edge. The loop rounds these counts to multiples of a power of two, so that all sums
     # are exact.
     below = np.zeros(limits.shape)
     np.cumsum(np.where(flat, 0.0, counts), axis=1, out=below[:, 1:])

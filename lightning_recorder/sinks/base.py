@@ -29,7 +29,7 @@ class Sink:
 
     The methods that write, such as :meth:`write_scalars`, are called verbs. Each verb takes the step and a mapping from
     tags to values, and returns True if the sink supports that kind of result. The return value depends only on the
-    kind. So an empty mapping returns the same value, and nothing is written. A verb that a sink does not override
+    kind. For an empty mapping, it is the same, and nothing is written. A verb that a sink does not override
     returns ``False`` without writing or raising, so that the caller can pass the results to another sink. A sink with a
     disabled back end returns ``False`` from every verb.
 
@@ -99,7 +99,7 @@ class Sink:
         return False
 
     def joined(self) -> AbstractContextManager[object]:
-        """Return a context in which the sink may hold back the results of this thread and write them at its end."""
+        """Return a context. Inside it, the sink may hold back this thread's results, and write them when it ends."""
         return nullcontext()
 
     def flush(self) -> None:

@@ -123,7 +123,7 @@ class CometSink(Sink):
 
     @cached_property
     def _bins(self) -> Any:
-        """A Comet histogram to reuse, because creating one takes 1 ms. Comet reads it as soon as it is logged."""
+        """A Comet histogram, reused because creating one takes 1 ms. Comet reads the counts during the logging call."""
         from comet_ml import data_structure
 
         library: Any = data_structure  # its annotations do not cover the calls made here
@@ -134,8 +134,8 @@ class CometSink(Sink):
         occupied = histogram.counts > 0
         edges = np.clip(histogram.edges, histogram.min, histogram.max)
         middles = (edges[:-1] / 2 + edges[1:] / 2)[occupied]
-        # Comet counts values closer to zero than its first edge with the wrong sign, and drops values beyond its last
-        # edge.
+        # Comet counts values closer to zero than its first edge with the wrong sign, so set them to 0. Comet drops
+        # values beyond its last edge, so clip them.
         middles[np.abs(middles) <= self._bins.start] = 0.0
         last = np.nextafter(self._bins.stop, 0.0)
         self._bins.clear()

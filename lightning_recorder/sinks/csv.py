@@ -36,8 +36,8 @@ class CsvSink(MetricsSink):
             the logger's folder is on a remote file system.
 
     Note:
-        Only a sink with a file accepts writes from any thread. If a row arrived while a ``CSVLogger`` saves its file,
-        the row would be lost or the training would fail.
+        A sink with a path accepts writes from any thread. A sink with a ``CSVLogger`` accepts writes only from the
+        training thread. A row that arrived while the logger saves its file would be lost or make the training fail.
     """
 
     def __init__(self, target: str | Path | MetricsLogger) -> None:
@@ -71,8 +71,8 @@ class CsvSink(MetricsSink):
 def _column(tag: str, encoding: str) -> str:
     """Return the column name of a tag.
 
-    Characters that the encoding lacks or that Python's CSV reader rejects are escaped. They would make the logger raise
-    at every following row, including the user's own rows.
+    Characters that the encoding lacks or that Python's CSV reader rejects are escaped. Unescaped, they would make the
+    logger raise at every following row, including the user's own rows.
     """
     if tag == _STEP:
         return f"({tag})"

@@ -43,7 +43,7 @@ __all__ = [
     "to_png",
 ]
 
-# The default level of 6 takes twice as long, and the files are smaller by a quarter.
+# The compression level. The default level of 6 takes twice as long and makes the files smaller by a quarter.
 _PNG_LEVEL = 3
 
 _LONGEST_NAME = 80  # bytes; file systems allow 255, and a digest, a step and a suffix are appended
@@ -86,7 +86,7 @@ def path_of_tag(folder: Path, tag: str, step: int, suffix: str) -> Path:
 def safe_segment(segment: str, unwanted: str = r"[^\w.\-\[\]()]", longest: int = _LONGEST_NAME) -> str:
     """Return a tag segment unchanged if it is a safe file name. Otherwise return its safe characters and a digest.
 
-    Different segments have different results, up to collisions of the 48-bit digest.
+    Different segments have different results, unless their 48-bit digests collide.
 
     Args:
         segment: The part of a tag between two slashes.
@@ -129,7 +129,7 @@ File = TypeVar("File")
 
 
 class SharedFiles(Generic[File]):
-    """A mapping from paths to file objects. It returns the same object for a path while the object is referenced."""
+    """A mapping from paths to file objects. While the object for a path is referenced, each lookup returns it."""
 
     def __init__(self, make: Callable[[Path], File]) -> None:
         self._make = make

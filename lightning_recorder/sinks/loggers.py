@@ -39,8 +39,8 @@ def _csv_sink(logger: Any) -> Sink:
 def _own_folder(logger: Any) -> Path | None:
     """Return the recorder's folder inside the logger's ``log_dir``, or ``None`` on a remote file system.
 
-    A sink does not write to the logger's own file if possible, because the first disk error would end the thread of
-    TensorBoard's writer. Then the user's ``self.log`` would raise.
+    If possible, a sink writes to this folder instead of the logger's own file. In the logger's own file, the first disk
+    error would end the thread of TensorBoard's writer. Then the user's ``self.log`` would raise.
     """
     log_dir = str(logger.log_dir)
     return None if "://" in log_dir else Path(log_dir, _FOLDER).absolute()

@@ -64,7 +64,7 @@ class LitLoggerSink(MetricsSink):
     """Write to ``LitLogger``, the logger of the Lightning platform: scalars as series, and files as uploads.
 
     A file is first copied to ``<log_dir>/recorder``, so that it has the same path in each run. The logger names a file
-    by its path relative to the working directory, or by its last component if the file is elsewhere.
+    by its path relative to the working directory. A file outside the working directory gets only its file name.
 
     Args:
         logger: The logger. The sink does not close it.

@@ -24,10 +24,10 @@ __all__ = ["MlflowSink"]
 
 _MOST_METRICS = 1000  # maximum number per request, a limit of MLflow
 _LONGEST_KEY = 250  # maximum number of characters, a limit of MLflow
-_LONGEST_IMAGE_KEY = 120  # MLflow adds 100 bytes to the key for a file name, which may have at most 255 bytes
+_LONGEST_IMAGE_KEY = 120  # for the file name, MLflow adds 100 bytes to the key; a file name has at most 255 bytes
 
-# MLflow accepts non-ASCII letters in metrics, but not in the keys of images. In metrics, their escapes could make a
-# request of 1000 metrics larger than the 1 MB that a server accepts.
+# MLflow accepts non-ASCII letters in the keys of metrics, but not in the keys of images. Replace them in metrics, too:
+# their escapes could make a request of 1000 metrics larger than the 1 MB that a server accepts.
 _UNWANTED = r"[^A-Za-z0-9_. \-]"
 
 _MAX_BINS = 64  # about twice as many as a plot can show
@@ -44,7 +44,7 @@ class MlflowSink(Sink):
     The counts are exact. ``mlflow.artifacts.load_dict`` reads the file. An image per histogram would need two
     artifacts per site and step, and minutes of rendering in a long run.
 
-    In keys, characters that MLflow rejects are replaced by ``_``, and a digest is appended to the changed part. For
+    In keys, characters that MLflow rejects are replaced by ``_``, and a digest is appended to the changed segment. For
     example, ``lstm/out[1]`` becomes ``lstm/out_1_-d5a985103d8a``. Keys of more than 250 characters are shortened. An
     MLflow store in a database stores infinities as the largest float64.
 

@@ -36,7 +36,7 @@ class Destination:
     sink: Sink
     folder: Path | None = None
     has_failed: bool = False
-    """True if the sink has raised. From then on it is only closed."""
+    """True if the sink has raised. After that, no verb of the sink is called except ``close``."""
     lock: threading.RLock = field(init=False, repr=False)
     """The lock that a thread holds while it writes. All destinations of a sink share it."""
 
@@ -52,9 +52,9 @@ class Destination:
 class MultiSink(UniformSink):
     """Write to several sinks. A verb returns True if any of them supports that kind of result.
 
-    A sink that raises causes one warning. From then on it is only closed, while the other sinks continue. If the error
-    means that the disk is full, only the current write is skipped. With ``strict``, the first error is raised after all
-    other sinks have been called.
+    A sink that raises causes one warning. After that, only its ``close`` is called, while the other sinks continue. If
+    the error means that the disk is full, only the current write is skipped. With ``strict``, the first error is raised
+    after all other sinks have been called.
 
     Args:
         sinks: The sinks in writing order.
@@ -150,7 +150,7 @@ class MultiSink(UniformSink):
         return is_written
 
     def _call(self, destinations: Iterable[Destination], errors: list[Exception], verb: str, *args: Any) -> bool:
-        """Call a verb of each sink. Return True if any call returned True. Append errors to raise to ``errors``."""
+        """Call a verb of each sink. Return True if any call returned True. ``errors`` collects the errors to raise."""
         result = False
         for each in destinations:
             if each.has_failed and verb != "close":

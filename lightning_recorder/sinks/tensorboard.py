@@ -54,8 +54,8 @@ _LAYOUT_TAG = b"custom_scalars__config__"  # TensorBoard looks for a layout unde
 _MOST_LINES = 6
 
 
-_EARLIER = 0.5  # the weight of the degree in earlier records
-_BY_FAR = 1.25  # a module replaces the module in the titles if its degree is larger by this factor
+_EARLIER = 0.5  # the weight of the largest degree in earlier records
+_BY_FAR = 1.25  # the titles name another module if its degree is larger by this factor than that of the named module
 _MOST_TITLES = 20  # the maximum number of layouts that are written only to change the titles
 
 
@@ -64,10 +64,10 @@ class RankedScalars(dict[str, float]):
 
     Args:
         scalars: The scalars by tag.
-        degrees: How unusual each site is, keyed by one tag of the site. Has only sites that stand out and have scalars.
-            ``None`` if all sites have scalars, so that the scalars can be compared instead.
+        degrees: How unusual each site is, keyed by one tag of the site. Only sites that stand out and have scalars are
+            included. ``None`` if all sites have scalars; the scalars can then be compared instead.
         named: A tag of each site whose module is named by a finding. If ``scalars`` is empty, only ``named`` has
-            changed.
+            changed since the previous record.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class _Comparison(NamedTuple):
         for statistic, tags in self.tags.items():
             found = np.array([values.get(tag, math.nan) for tag in tags], dtype=np.float64)[:, None]
             tables[statistic] = found
-            if statistic != "update_ratio":  # it may be infinite for a parameter that was zero, which is no fault
+            if statistic != "update_ratio":  # an infinite ratio is no fault: the parameter may have been zero
                 bad += np.isinf(found)
         return unusualness(self.sites, {**tables, "inf_count": bad})
 
@@ -281,7 +281,8 @@ def _holds_layout(path: Path) -> bool:
 
 
 PREFIX = "z_recorder/"
-"""The prefix of all tags of the recorders in TensorBoard. It sorts them after ``train``, ``val`` and most others."""
+"""The prefix of all tags of the recorders in TensorBoard. So these tags are sorted after ``train``, ``val`` and most
+other tags."""
 
 _DASHBOARDS: WeakKeyDictionary[SummaryWriter, Dashboard] = WeakKeyDictionary()
 _LOCK = threading.Lock()
@@ -387,9 +388,9 @@ def frame_record(data: bytes) -> bytes:
 def patch_crc32c(writer: SummaryWriter) -> bool:
     """Compute the checksums of a writer with ``google_crc32c``. Return True on success.
 
-    TensorBoard computes the checksums byte by byte in Python. This blocks the training thread for 0.1 ms per histogram,
-    although it runs in another thread. The resulting file is identical. This function is a no-op if the library is not
-    installed or if the writer has an unknown structure.
+    TensorBoard computes the checksums byte by byte in Python, in another thread. Because of the GIL, this still blocks
+    the training thread for 0.1 ms per histogram. With ``google_crc32c``, the file is identical. This function is a
+    no-op if the library is not installed or if the writer has an unknown structure.
     """
     try:
         frame_record(b"")
@@ -406,7 +407,7 @@ def _masked(checksum: int) -> bytes:
     return struct.pack("<I", rotated & 0xFFFFFFFF)
 
 
-# TensorBoard draws a histogram in 30 bins. More than twice as many enlarge the event file and do not change the plot.
+# TensorBoard draws a histogram in 30 bins. More than 64 bins would enlarge the event file without changing the plot.
 _MAX_BINS = 64
 
 # The overhead of an event in the file: a length and two checksums.

@@ -79,8 +79,8 @@ class WandbSink(Sink):
 
     @override
     def write_text(self, step: int, texts: Mapping[str, str]) -> bool:
-        # wandb renders Markdown only in reports, so show its source. In a table with one cell, it would hardly be
-        # readable.
+        # wandb renders Markdown only in reports, so show the Markdown source as an HTML page. In a table with one cell,
+        # the source would hardly be readable.
         return self._write_pages(
             step, {tag: f'<pre style="white-space: pre-wrap">{html.escape(text)}</pre>' for tag, text in texts.items()}
         )

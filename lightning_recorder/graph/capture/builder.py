@@ -29,7 +29,7 @@ REENTRANT = "CheckpointFunctionBackward"
 class Draft:
     """A mutable node with the fields of :class:`Node`. It becomes a :class:`Node` when the recording ends.
 
-    A recording creates few objects that Python's garbage collector has to traverse. With ten such objects for each
+    A recording must create few objects that Python's garbage collector has to traverse. With ten such objects for each
     function, garbage collection took as long as the recording itself. Fields with a default value are class attributes
     until they are set, as in :class:`Node`.
     """
@@ -84,7 +84,7 @@ class GraphBuilder:
         """The node ids of each kind except ``op``."""
         self.given: dict[int, Given] = {}
         """The function of each node and its arguments that are not tensors, by node id."""
-        # The key is a number and not a pair, since Python's garbage collector need not traverse numbers.
+        # The key is a number instead of a pair, since Python's garbage collector does not traverse numbers.
         self._edges: dict[int, TensorMeta | None] = {}
         """The first tensor of each edge, by source × 2³² + target."""
         self._repeated: dict[int, int] = {}
@@ -158,7 +158,7 @@ class GraphBuilder:
             if source < 0:
                 continue
             if not nodes[source].outputs:
-                # The outputs of this custom call were not observed, or only before a transform wrapped them.
+                # The outputs of this custom call were not observed, or were observed before a transform wrapped them.
                 nodes[source].outputs = (tensor,)
             ends = (source << 32) + target
             if ends in edges:
@@ -247,8 +247,8 @@ class GraphBuilder:
     def backward_passes(self) -> list[int]:
         """Return the backward passes that compute gradients of parameters.
 
-        A ``torch.autograd.grad`` call with a parameter among its arguments is a backward pass. Any other call of it is
-        a function of the model.
+        A ``torch.autograd.grad`` call with a parameter among its arguments is a backward pass. Any other such call is a
+        function of the model.
         """
         passes = self.of_kind("backward")
         if all(self.nodes[number].name != "grad" for number in passes):
@@ -332,7 +332,7 @@ def _passes_gradient(node: Draft, begins: bool) -> bool:
 
 
 def _frozen(kind: type[Frozen], drafts: list[Any]) -> list[Frozen]:
-    """Turn drafts into instances of a frozen dataclass with the same fields. Creating new ones takes 8 × as long."""
+    """Turn drafts into instances of a frozen dataclass with the same fields. Creating new objects takes 8 × as long."""
     for each in drafts:
         each.__class__ = kind
     return drafts

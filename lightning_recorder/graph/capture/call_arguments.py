@@ -128,8 +128,8 @@ def _slice(value: slice) -> str:
 def prepare() -> None:
     """Make torch build and cache the list of its functions' parameters.
 
-    torch changes the warning filters meanwhile. That makes Python forget which warnings it has shown. Call this before
-    the training, so that no warning of the training is shown twice.
+    While torch builds the list, it changes the warning filters. This makes Python forget which warnings it has shown.
+    Call this function before the training, so that no warning of the training is shown twice.
     """
     get_testing_overrides()
 

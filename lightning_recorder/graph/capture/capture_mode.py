@@ -27,7 +27,7 @@ _BACKWARD = (Tensor.backward, torch.autograd.backward)
 
 
 class CaptureMode(TorchFunctionMode):
-    """Passes every torch function that is called from outside of torch to a recording.
+    """Passes each call of a torch function from outside of torch to a recording.
 
     Args:
         recording: The recording.
@@ -58,8 +58,8 @@ class CaptureMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._watching():
             return func(*args, **kwargs) if kwargs else func(*args)
-        # No mode is active inside this method, so torch functions that func calls are not observed, as in a composite
-        # function or a backward pass.
+        # No mode is active inside this method. So if func is a composite function or a backward pass, the torch
+        # functions that it calls are not observed.
         name = self._usual.get(func)
         if name is None or kwargs or current_function_mode() is not None:
             return self._record(func, args, kwargs or {})

@@ -22,8 +22,8 @@ __all__ = ["FastPath"]
 class FastPath:
     """Records functions of the model that return one new tensor and whose input tensors have known nodes.
 
-    Adds the same nodes and edges as ``StepRecording.note_function``, which handles all other cases. The code makes few
-    Python calls, because recording a tiny function takes several times as long as the function itself.
+    The nodes and edges are the same as those of ``StepRecording.note_function``, which handles all other cases. The
+    code makes few Python calls, because recording a tiny function takes several times as long as the function itself.
     """
 
     def __init__(self, builder: GraphBuilder, origins: TensorOrigins, calls: Sequence[Call], outermost: bool) -> None:
@@ -44,7 +44,7 @@ class FastPath:
         start: int,
         result: Tensor,
     ) -> bool:
-        """Record a call of a function that wrote to none of its inputs. Return False to fall back.
+        """Record a call of a function that wrote to none of its inputs. Return False if the slow path must record it.
 
         ``start`` is the sequence number of the backward graph before the call.
         """

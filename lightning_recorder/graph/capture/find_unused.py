@@ -17,7 +17,7 @@ __all__ = ["find_unused"]
 
 _DETACHING = ("detach", "data")
 _FLOATING = ("float", "bfloat", "complex")
-# Endings of the names of functions that use only the shape, dtype or device of a tensor, which may be the second one.
+# Endings of the names of functions that use only the shape, dtype or device of their first or second argument.
 _LIKE = ("_like", "_as", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "new_empty_strided")
 
 
@@ -52,7 +52,7 @@ def find_unused(
                 node.note = "no gradient"
     unregistered: dict[str, None] = {}
     if reached is not None and builder.of_kind("optimizer"):
-        # Only modules in Python containers, such as ``blocks[0]``: any other module may be a copy made in the step.
+        # Report only modules in Python containers, such as ``blocks[0]``. Other modules may be copies made in the step.
         others = {number: name for number in numbers if "[" in (name := nodes[number].name) and name not in parameters}
         for number, name in others.items():
             if number in reached and name not in gradients.updated:
@@ -108,14 +108,14 @@ def _never_called(
         if name in used or any(name.startswith(f"{each}." if each else "") for each in opaque):
             continue
         unused.add(name)
-        # An empty container cannot be called. A metric may be updated in other steps.
+        # Leave out empty containers, which cannot be called, and metrics, which may be updated in other steps.
         empty = class_attribute(type(module), "forward") is nn.Module.forward and not any(children_of(module))
         if name.rpartition(".")[0] not in unused and not empty and not is_metric(module):
             yield name
 
 
 def _joined(names: list[str], parameters: Mapping[str, bool]) -> Iterable[str]:
-    """Shorten a list of parameters: replace all parameters of a module by the name of the outermost such module."""
+    """Shorten a list of parameters: if all parameters of a module are in it, replace them by the module's name."""
     if not names:
         return ()
     others = {""} if len(names) < len(parameters) else set[str]()
@@ -132,7 +132,7 @@ def _joined(names: list[str], parameters: Mapping[str, bool]) -> Iterable[str]:
 
 
 def _stops(builder: GraphBuilder, reached: set[int] | None) -> Iterable[str]:
-    """Yield the functions that stop the gradient: they have an input that requires one, and their result is used."""
+    """Yield the functions that stop a gradient: an input requires a gradient, and the result is used later."""
     if reached is None:
         return
     nodes = builder.nodes

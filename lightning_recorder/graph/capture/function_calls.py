@@ -34,7 +34,7 @@ _OF_PYTHON = (type(None), type(...), bool, int, float, str, complex, slice, rang
 PLAIN = frozenset((*_OF_PYTHON, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format))
 _SEQUENCES = (tuple, list)
 
-# relu_ and relu are one operation: memory reuse does not change the computed values.
+# Further names of the same operation. relu_ and relu also get the same name, since they compute the same values.
 _SAME = {
     "radd": "add",
     "rmul": "mul",
@@ -60,8 +60,8 @@ _RUNS_CALLBACKS = "_call_callback_hooks"
 _RUNS_LOGGERS = ".logger_connector"
 # DistributedDataParallel inserts an autograd.Function of its own between the model and its output.
 _WRAPPER = "torch.nn.parallel.distributed"
-# Packages that are skipped in the search for the caller. So a metric is attributed to the code that calls it: the
-# model, or the trainer that logs.
+# Packages that are skipped in the search for the caller. So the functions of a metric are attributed to the code that
+# calls the metric: the model, or the trainer that logs.
 _BETWEEN = ("torch", "torchmetrics", "lightning_recorder", "contextlib", "functools")
 
 

@@ -44,7 +44,7 @@ class Gradients:
         """The names of the parameters of the optimizers that made a step."""
 
     def note_backward(self, node: int) -> None:
-        """Remember the gradients at the beginning of a backward pass, and which parameters have none."""
+        """Remember the gradients at the beginning of a backward pass, and the parameters without a gradient."""
         self._before = dict(self._present())
         for each in parameters_of(self._root):
             if each.grad is None and (name := self._name(each)) is not None:

@@ -164,7 +164,7 @@ class GraphCapture:
 
     def _put_on_hooks(self) -> None:
         for handle in self._make_hooks():
-            # Append one at a time: if a registration raises, the hooks before it are in the list and will be removed.
+            # Append one at a time: if a registration raises, the earlier hooks are in the list and will be removed.
             self._hooks.append(handle)
 
     def _take_off_hooks(self) -> None:
@@ -175,10 +175,10 @@ class GraphCapture:
         """Register global module hooks where possible, else a hook on each module. Yield the handles.
 
         Global hooks leave the modules themselves unchanged. So a module may be copied, pickled or scripted during the
-        capture, and calls of TorchScript modules are observed. Fused modules keep their fast path, which they leave if
-        they have hooks of their own. Models with compiled modules get a hook on each module instead: torch warns about
-        global hooks when a compiled module is called. With ``eager=False`` the hooks are on each module, too, since a
-        global hook would cause a recompilation.
+        capture, and calls of TorchScript modules are observed. Fused modules keep their fast path, which hooks on the
+        modules themselves would disable. Models with compiled modules get a hook on each module instead: torch warns
+        about global hooks when a compiled module is called. With ``eager=False`` the hooks are on each module, too,
+        since a global hook would cause a recompilation.
         """
         if not self._is_compiled and self._eager:
             yield register_module_forward_pre_hook(self._before_call)
@@ -272,8 +272,8 @@ class GraphCapture:
         warn(f"the graph is incomplete: {describe_error(error)}")
 
     def _is_part(self, module: nn.Module) -> bool:
-        # Ignore the call of the root module: under DDP it encloses the training step, on a single device the training
-        # step encloses it. Ignore calls inside a fused module, which is recorded as one function.
+        # Ignore the call of the root module, since it may enclose the training step (under DDP) or be inside it (on a
+        # single device). Ignore calls inside a fused module, which is recorded as one function.
         inside = (self._paused_in is not None and self._paused_in is not module) or self._in_compiled
         return not inside and module is not self.module
 
@@ -346,7 +346,7 @@ class GraphCapture:
         if self._mode is not None and current_function_mode() is self._mode:
             remove_function_mode(self._mode)
             self._paused_in = module
-            # An enclosing capture could not pause before, because this mode was on top of its mode.
+            # An enclosing capture could not pause until now, because this mode was on top of its mode.
             below = current_function_mode()
             if isinstance(below, CaptureMode):
                 below.pause(module)

@@ -68,7 +68,8 @@ class KnownTensors:
         self._time = time = self._time + 1
         known = self._tensors[id(tensor)] = KnownTensor(tensor)
         known.node, known.output, known.time, known.has_meta = node, output, time, False
-        # The shape of a tensor of another class may not be a tuple of integers. For a nested one, it is empty.
+        # The shape of a tensor of another class may not be a tuple of integers. For a nested tensor, ``meta.shape`` is
+        # empty.
         if meta is not None and type(tensor) in _WITH_SHAPES and (meta.shape or not tensor.is_nested):
             known.has_meta, known.meta, known.dtype = True, meta, tensor.dtype
         if wrote:
@@ -108,7 +109,8 @@ class KnownTensors:
 
         A held address keeps a small block between other allocations, so the allocator cannot merge the free blocks
         around it. This raised the peak memory of a step by a tenth. Most storages that are freed before the backward
-        pass are freed early. So each new storage is checked twice, and all storages only when their number has doubled.
+        pass are freed early. So each new storage is checked twice soon after its creation, and all storages are checked
+        only when their number has doubled.
         """
         self._forget_the_dead(self._young)
         self._young = self._young[_SWEEP_AFTER:]
@@ -122,15 +124,15 @@ class KnownTensors:
             release_address(address)
 
     def find(self, tensor: Tensor) -> KnownTensor | None:
-        """Return the entry of a tensor if it is known with its shape and was not changed since, else None."""
+        """Return the entry of a tensor; None if its shape is unknown, or if the tensor was changed after the entry."""
         known = self._tensors.get(id(tensor))
         if known is None or not known.has_meta or known.time < self._last_write or known() is not tensor:
             return None
-        # The tensor may have been resized, or its ``data`` assigned.
+        # Compare shape and dtype, since the tensor may have been resized, or its ``data`` may have been assigned.
         return known if known.meta.shape == tensor.shape and known.dtype is tensor.dtype else None
 
     def is_bound(self, tensor: Tensor) -> bool:
-        """Return True if this tensor object was bound to a node, not only a tensor with the same memory."""
+        """Return True if this tensor object was bound to a node. Other tensors with the same memory do not count."""
         known = self._tensors.get(id(tensor))
         return known is not None and known() is tensor
 

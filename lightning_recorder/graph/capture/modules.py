@@ -160,7 +160,8 @@ class ModelNames:
 
     def of_stranger(self, module: nn.Module) -> str | None:
         """Name a called module that has no name and return the name; ``None`` if the module must stay unnamed."""
-        # A wrapper of a named module needs no name. TorchScript returns new submodule objects at each access.
+        # A wrapper of a named module needs no name. TorchScript modules get no name either, because TorchScript returns
+        # new submodule objects at each access.
         wraps = any(each is not module and self.of(each) is not None for each in modules_of(module))
         if is_scripted(module) or wraps:
             return None

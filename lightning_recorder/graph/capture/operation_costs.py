@@ -36,7 +36,7 @@ class _Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     times: int
-    """The number of calls that it represents: more than 1 under ``torch.vmap``."""
+    """The number of calls that this entry represents: more than 1 under ``torch.vmap``."""
 
 
 class Costs:

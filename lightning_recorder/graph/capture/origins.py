@@ -29,7 +29,7 @@ _MOST_STEPS_BACK = 16  # maximum number of autograd nodes between a tensor and i
 
 @dataclass(frozen=True, slots=True)
 class PassedTensor:
-    """An input that a call returned unchanged, as a dropout in eval mode does."""
+    """An input that a module call returned unchanged, as a dropout in eval mode does."""
 
     node: int  # the ``identity`` node inside the call
     before: KnownTensor  # the entry of the tensor before the call
@@ -50,7 +50,7 @@ class Call:
 
 @dataclass
 class CustomNode:
-    """A call of an ``autograd.Function`` that is in progress or has just ended. Its end cannot be observed."""
+    """A call of an ``autograd.Function`` that is in progress or has just ended. The end of a call is not observable."""
 
     node: int
     call: CustomCall
@@ -91,7 +91,7 @@ class TensorOrigins:
         return self.is_bound(tensor) or self.known(tensor) is not None
 
     def is_input(self, tensor: Tensor) -> bool:
-        """Return True if a tensor is an input of the model and was not changed since."""
+        """Return True if a tensor is an input of the model and has not been written to since the recording began."""
         node = self.known_tensors.of(tensor)
         return node is not None and node >= 0 and self._builder.nodes[node].kind == "input"
 
@@ -124,8 +124,8 @@ class TensorOrigins:
                 continue
             if new is None:
                 # The grad_fn of a tensor that was written to is new and does not belong to the tensor's source. The
-                # grad_fn of a view outside of the backward graph is not read, since torch would regenerate it out of
-                # order.
+                # grad_fn of a view outside of the backward graph is not read: reading it would make torch regenerate it
+                # out of order.
                 new = set(map(id, written))
                 differentiable = any(unwrapped(each).requires_grad for each in (*outputs, *written))
             settled = id(tensor) not in new and (differentiable or not is_view(tensor))
@@ -162,7 +162,7 @@ class TensorOrigins:
             if source < node and not self._builder.is_connected(source, node)
         ]
         nodes = self._builder.nodes
-        # A result of a module that is not an argument of the custom call: the custom call has called this module.
+        # If a source is in a module and not an argument of the custom call, the custom call has called this module.
         for source, *_ in kept:
             before = nodes[source]
             if before.kind == "op" and not before.autograd and before.parent != nodes[node].parent:
@@ -171,7 +171,7 @@ class TensorOrigins:
         return self.connect_inputs(node, *columns)
 
     def behind(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Return the leaf tensors of the unobserved part of torch's backward graph of the tensors."""
+        """Return the leaf tensors of the unobserved part of the tensors' backward graph."""
         return self.owners.sources(tensors)[0]
 
     def passed(self, tensors: Iterable[Tensor], node: int) -> list[PassedTensor]:
@@ -185,8 +185,9 @@ class TensorOrigins:
     def leave_passed(self, call: Call, around: Call, outputs: Iterable[Tensor]) -> None:
         """At the end of a call, restore the source nodes of tensors that inner calls returned unchanged.
 
-        Tensors that the call itself returns are not restored. The restored tensors are used after the call as they were
-        before it: for example, three projections take the same input, and the first one begins with a dropout.
+        Tensors that the call itself returns are not restored. After the call, the restored tensors have the same source
+        nodes as before the call. For example, three projections take the same input, and the first projection begins
+        with a dropout. The other two projections must not seem to take the result of this dropout.
         """
         returned = set(map(id, outputs))
         for each in reversed(call.passed):
@@ -210,7 +211,7 @@ class TensorOrigins:
         for origin, meta, place in origins:
             self.connect(origin, node, meta, output=place)
         if not call.new:
-            # A module call inside the custom call has returned. Its nodes are recorded as usual.
+            # A module call inside the custom call has returned. The nodes of this module call are recorded as usual.
             self._builder.compound.add(node)
         self.custom = CustomNode(node, replace(call, arguments=None))
         # A custom call first creates its backward node, so the latest sequence numbers belong to nested custom calls.
@@ -238,11 +239,11 @@ class TensorOrigins:
     def connect(
         self, source: int, target: int, meta: TensorMeta | None, *, differentiable: bool = True, output: int = 0
     ) -> None:
-        """Add an edge for a tensor, unless it is not tracked. ``output`` is its index among the source's outputs."""
+        """Add an edge for a tensor if its source is tracked. ``output`` is its index among the source's outputs."""
         if source == IGNORED:
             return
         if meta is not None and not self._builder.nodes[source].outputs:
-            # The outputs of this custom call were not observed, or only before a transform wrapped them.
+            # The outputs of this custom call were not observed, or were observed before a transform wrapped them.
             self._builder.nodes[source].outputs = (meta,)
         self._builder.connect(source, target, meta, differentiable, output)
 
@@ -379,7 +380,8 @@ class TensorOrigins:
     def _owning_call(self, names: Sequence[str], owner: int) -> int:
         """Return the innermost call in progress of a module that owns a tensor or contains an owner.
 
-        The owner may not be called: a ``ParameterList`` never is, nor is a layer if only its weight is used.
+        The owner itself may not be called: a ``ParameterList`` is never called, and a layer is not called if only its
+        weight is used.
         """
         for call in reversed(self._calls):
             if id(call.module) == owner:
@@ -396,7 +398,7 @@ class TensorOrigins:
     def claim(self, tensors: Sequence[Tensor], node: int, start: int | None = None) -> None:
         """Assign new autograd nodes behind the tensors to a recorded node.
 
-        For the results of a function, ``start`` is the sequence number before it ran.
+        For the results of a function, ``start`` is the sequence number of the backward graph before the function ran.
         """
         owners = self.owners
         names = owners.claim(tensors, node) if start is None else owners.claim_new(tensors, node, start)

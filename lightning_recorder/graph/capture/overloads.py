@@ -183,7 +183,7 @@ def _known_name(name: str, parameters: tuple[_Parameter, ...]) -> str:
 
 
 def as_declared(function: Callable[..., Any], name: str, value: Any) -> Any:
-    """Return an argument of a Python function of torch in the form that the schema of that function name declares."""
+    """Return an argument of a Python function of torch in the form declared by torch's schema of the same name."""
     if not str(getattr(function, "__module__", "")).startswith("torch"):
         return value
     every = (each for parameters in _schemas(function.__name__) for each in parameters if each.name == name)
@@ -192,7 +192,7 @@ def as_declared(function: Callable[..., Any], name: str, value: Any) -> Any:
 
 
 def _as_declared(parameter: _Parameter, value: Any) -> Any:
-    """Return the canonical form of an argument: torch accepts several forms of the same value."""
+    """Return the canonical form of an argument, since torch accepts several forms of the same value."""
     if isinstance(value, torch.Size):
         value = tuple(value)
     if parameter.kind == "float" and type(value) is int:

@@ -19,7 +19,7 @@ from lightning_recorder.internals.autograd import (
 __all__ = ["AutogradOwners"]
 
 # torch frees a chain of autograd nodes recursively if Python has visited them: a chain of 50,000 crashes the process.
-# The taps may visit 20,000 of the same nodes.
+# This limit leaves room for the taps, which may visit 20,000 nodes of the same chain.
 _MOST_NODES = 15_000
 
 
@@ -40,7 +40,7 @@ class AutogradOwners:
 
     def __init__(self) -> None:
         self._first = self.complete_until = sequence_number()
-        """Each autograd node with a lower number has an owner, or belongs to no recorded result."""
+        """Each autograd node with a sequence number below this has an owner, or belongs to no recorded result."""
         self._owners: dict[int, int] = {}
         self._unreached: set[int] = set()
         """The autograd nodes without an owner that are not in the backward graph of any recorded result."""
@@ -77,7 +77,7 @@ class AutogradOwners:
         return self.claim_new((tensor,), owner, start)
 
     def claim_new(self, tensors: Sequence[Tensor], owner: int, start: int) -> tuple[str, ...]:
-        """Assign the autograd nodes behind the results of a recorded node to it.
+        """Assign the autograd nodes behind the results of a recorded node to this node.
 
         Other autograd nodes created since ``start`` are remembered as belonging to no result.
 
@@ -91,7 +91,7 @@ class AutogradOwners:
         # The number of new autograd nodes is known, so the search can end with the last of them.
         names = self.claim(tensors, owner, end - start if complete and not self._unreached else _MOST_NODES)
         if not (complete and len(names) == end - start) and len(self._owners) < _MOST_NODES:
-            # Such as the autograd nodes of unused intermediate results, or of the tangents of forward-mode gradients.
+            # Examples are the autograd nodes of unused intermediate results and of the tangents of forward-mode AD.
             self._unreached.update(number for number in range(start, end) if number not in self._owners)
             self._count()
         return names
@@ -122,7 +122,7 @@ class AutogradOwners:
         self.complete_until = self._first + len(self._owners) + len(self._unreached)
 
     def owned(self, tensors: Iterable[Tensor], owner: int) -> Iterator[AutogradNode]:
-        """Yield the autograd nodes behind the tensors that have this owner, starting with the last."""
+        """Yield the autograd nodes of this owner behind the tensors, starting with the last."""
         todo = [node for tensor in tensors if (node := self._made_by(tensor)) is not None]
         seen: set[int] = set()
         while todo:
@@ -134,7 +134,7 @@ class AutogradOwners:
                 todo.extend(before for before, _ in node.next_functions if before is not None)
 
     def sources(self, tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[int]]:
-        """Return the inputs of the autograd nodes without owner behind the tensors: leaf tensors, and owners."""
+        """Return the inputs of the unowned part of the backward graph of the tensors: leaf tensors, and owners."""
         leaves: dict[int, Tensor] = {}
         owners: list[int] = []
         seen: set[int] = set()

@@ -42,9 +42,9 @@ class Scopes:
         return named
 
     def _leading(self) -> set[int]:
-        """Return the nodes with a path to a backward pass, and the calls that contain such nodes."""
+        """Return the nodes with a path to a backward pass, and the calls that contain these nodes."""
         found: set[int] = set()
-        # The users of a tensor come after its source, so they are visited first in reverse order.
+        # Visit the nodes in reverse order, so that the users of a tensor are visited before its source.
         for number in range(len(self._nodes) - 1, -1, -1):
             node = self._nodes[number]
             if (
@@ -58,9 +58,10 @@ class Scopes:
         return found
 
     def _ends(self, passes: list[int], leading: set[int]) -> list[int]:
-        """Return the last node of each turn except the last turn.
+        """Return the last node of each turn except the last turn, in execution order.
 
-        A turn ends with the last backward pass or optimizer step before another loss is computed.
+        The turns divide the step: a turn ends with the last backward pass or optimizer step before the next loss is
+        computed.
         """
         ends = []
         for one, other in pairwise(passes):
@@ -90,7 +91,7 @@ class Scopes:
             behind = node.kind in ("op", "module") and number not in layers and users and users <= found
             if _is_backward(node) or behind:
                 found.add(number)
-        # Computations on the targets alone, before they meet the model output, are not part of the loss.
+        # Computations on the targets alone, before they are combined with the model output, are not part of the loss.
         found = found & {place[number] for number in self._trained()} or found
         return {number for number, root in place.items() if root in found and not _is_backward(self._nodes[root])}
 

@@ -37,8 +37,8 @@ _LIKE_ANOTHER = ("reshape_as", "view_as", "expand_as", "type_as")
 # The functions with which optimizers reset gradients.
 _ZEROES = ("zero", "foreach_zero")
 
-# The functions that return the values of a tensor as numbers. They are nodes only if they read an input of the model,
-# since the input would have no user otherwise. A loss that is read for logging is not part of the computation.
+# The functions that return the values of a tensor as numbers. Such a function is a node only if it reads an input of
+# the model, which might have no other user. A loss that is read for logging is not part of the computation.
 _READS = ("item", "tolist", "numpy", "array", "bool", "int", "float", "index", "complex")
 
 _TENSORS = frozenset((Tensor, nn.Parameter, type(None)))
@@ -63,8 +63,8 @@ class StepRecording:
     The recording is notified at the beginning and end of each module call, and after each function. It finds the node
     that returned each tensor, without keeping any tensor alive.
 
-    ``times`` measures the time of each module call. ``costs`` measures each function; see :class:`Costs`. ``outermost``
-    leaves out the callbacks that a trainer runs.
+    With ``times``, measure the time of each module call. With ``costs``, measure the costs of each function; see
+    :class:`Costs`. With ``outermost``, leave out the callbacks that a trainer runs.
     """
 
     def __init__(self, root: nn.Module, *, times: bool = False, costs: bool = False, outermost: bool = False) -> None:
@@ -259,8 +259,8 @@ class StepRecording:
     ) -> None:
         """Add a node for the unobserved outputs of a call.
 
-        A fused function, TorchScript, or code outside of torch computed these outputs. Also add an ``identity`` node
-        for an ``empty`` call, which recorded nothing, if it returns its inputs.
+        A fused function, TorchScript, or code outside of torch computed these outputs. ``empty`` is True if nothing was
+        recorded in the call. An empty call that returns its inputs gets an ``identity`` node, too.
         """
         took = set(map(id, taken))
         unseen = [tensor for tensor in given if id(tensor) not in took and not self._origins.is_known(tensor)]
@@ -295,12 +295,12 @@ class StepRecording:
     ) -> int | None:
         """Add a node for one operation with its edges, bind its outputs to it, and return its id.
 
-        Return None for an operation that is not part of the model. ``of_model`` makes the operation part of the model,
-        whoever called it. ``start`` is the sequence number of the backward graph before the function ran. ``given``
-        holds the function's non-tensor arguments.
+        Return None for an operation that is not part of the model. With ``of_model``, the operation is part of the
+        model even if the trainer called it. ``start`` is the sequence number of the backward graph before the function
+        ran. ``given`` holds the function's non-tensor arguments.
         """
         tensors = self._origins
-        # Directly in the model's own step, the caller may also be a callback.
+        # If no module call is in progress, the caller may also be a callback of the trainer.
         caller = find_caller(outermost=self._outermost and len(self._calls) == 1, skip=3)
         if caller.custom is None:
             tensors.leave_custom()

@@ -21,7 +21,7 @@ class BaseRenderer(ABC, Generic[Canvas]):
     canvas. Each format defines the type of its canvas.
 
     Args:
-        graph: The graph to render. It is not reduced further: make a view before to select depth and contents.
+        graph: The graph to render. All its nodes are rendered. To select depth and contents, pass a view.
 
     Raises:
         ArgumentError: If the argument is not a graph.

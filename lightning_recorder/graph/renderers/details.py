@@ -20,7 +20,7 @@ SOURCE_LINK = "vscode://file/{path}:{line}"
 
 
 def source_link(source: str, template: str = SOURCE_LINK) -> str:
-    """Return the address of a line of code; empty if the line is not known, or its file if ``{path}`` is used.
+    """Return the address of a line of code; empty if the line is unknown, or if ``{path}`` is used for a missing file.
 
     Args:
         source: The line, such as ``models/net.py:42``, as in :attr:`Node.source`.
@@ -76,10 +76,11 @@ def check_details(name: str, details: Collection[str]) -> None:
 
 
 def check_measured(detail: str | None, graph: Graph | None = None) -> None:
-    """Raise ArgumentError for coloring by a cost that the graph has not measured. Without a graph, none is measured."""
+    """Raise ArgumentError if the detail is a cost, and no graph with measured costs is given."""
     if detail not in _MEASURED:
         return
-    # Check all costs: with costs=True, the operations may be unknown for all functions, but not the times.
+    # Accept a graph with any measured cost. With costs=True, the times are known, but the numbers of operations may be
+    # unknown for all functions.
     if graph is not None and any(getattr(node, each) is not None for node in graph.nodes for each in _MEASURED):
         return
     raise ArgumentError(f"color_by={detail!r} shows costs, which were not measured: record with costs=True")
@@ -94,7 +95,7 @@ def describe_detail(node: Node, detail: str) -> str:
     if detail == "note":
         return node.note
     value = getattr(node, detail)
-    # The size of a tensor itself follows from its shape and dtype, which are shown.
+    # Leave out the size of a node that is a tensor, since the size follows from the shape and dtype, which are shown.
     if not value or (detail == "output_bytes" and node.kind not in ("module", "op")):
         return ""
     if detail == "duration_ms":
@@ -110,7 +111,7 @@ def _with_unit(number: int, unit: str) -> str:
 
 
 def detail_color(node: Node, graph: Graph, detail: str) -> str | None:
-    """Return the color of a node by its note, or by the ratio of its value to the largest one; None if it has none."""
+    """Return the color for a node's note, or for the ratio of its value to the largest value; None without a value."""
     if detail == "note":
         return next((color for start, color in _NOTES.items() if node.note.startswith(start)), None)
     value = getattr(node, detail) if detail in _NUMBERS else None

@@ -39,7 +39,7 @@ _BETWEEN = re.compile(r"(?<=[A-Za-z0-9×·…→✗,])[ ._-](?=[A-Za-z0-9×·…
 def mermaid_label(lines: Iterable[str]) -> str:
     """Return lines as a quoted Mermaid label.
 
-    Letters and digits are not encoded, nor are harmless characters between two of them.
+    Letters, digits, and harmless characters between letters or digits are not encoded.
     """
     return f'"{"<br/>".join(_encoded(printable(line)) for line in lines if line) or _BLANK}"'
 

@@ -37,7 +37,7 @@ def to_graph_def(graph: Graph, max_nodes: int = _MAX_NODES) -> GraphDef:
 
     Args:
         graph: Any graph. A recorded graph needs no view, since users open and close calls in the tab.
-        max_nodes: The largest number of nodes. If the graph has more, its inner calls are closed.
+        max_nodes: The maximum number of nodes. If the graph has more, its innermost calls are closed.
 
     Raises:
         ArgumentError: If ``max_nodes`` is below 1.
@@ -148,8 +148,8 @@ def _attributes(node: Node, graph: Graph) -> dict[str, str | int | float]:
     return {name: value for name, value in found.items() if value}
 
 
-# Names that the tab reserves. Its JavaScript keeps nodes and ops in plain objects, so the names of their built-in
-# properties are reserved. The other two names are the tab's own root and library.
+# Names that the tab reserves. Its JavaScript keeps nodes and ops in plain objects, so the names of the built-in
+# properties of objects are reserved. The other two names are those of the tab's own root and library.
 _TAKEN = frozenset(
     (
         "__defineGetter__",
@@ -211,7 +211,7 @@ def _parts(node: Node, graph: Graph) -> list[str]:
 
 
 def _numbered(name: str, call: int, given: dict[str, int]) -> str:
-    """Return the name with the number of the call, or with the next free number.
+    """Return the name with the number of the call, or with the next free number if that number is taken.
 
     The number is in parentheses, which no other name contains. The tab would group five or more names such as ``add_2``
     into one node, even if other nodes are between them.

@@ -70,7 +70,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
     """Renders a graph as a ``graphviz.Digraph``.
 
     Args:
-        graph: The graph to render. It is not reduced further.
+        graph: The graph to render. All its nodes are rendered.
         styler: The styler that decides how nodes and edges look.
         direction: The direction of the data flow: ``"TB"`` (down the page), ``"LR"``, ``"BT"`` or ``"RL"``.
         frames: Draw a frame around the contents of an open module call.
@@ -120,7 +120,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         drawn = [node.id for node in drawn_nodes(graph)]
         self._sheet = sheets(graph, self._sizes, flat=flat) if wrap else dict.fromkeys(drawn, 0)
         self._between: list[Edge] = []
-        """The edges from the first side of a U-Net to the second side. The second side is drawn beside it, upwards."""
+        """The edges from the first side of a U-Net to the second side, which is drawn beside the first, upwards."""
         if wrap and direction == "TB" and (sides := facing(graph, self._sizes)):
             self._sheet, self._between = sides
         self._rows = rows(graph, self._sizes, flat=flat) if wrap else []
@@ -138,7 +138,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         """The number of the sheet to which nodes are being added."""
         loops = {edge.source: edge for edge in reversed(graph.edges) if edge.source == edge.target}
         self._further_loops = {edge for edge in graph.edges if edge.source == edge.target} - set(loops.values())
-        """Second and further loops of a node. dot would draw all loops of a node at the same position."""
+        """Second and further edges from a node to itself. dot would draw all of them at the same position."""
 
     @override
     def make_canvas(self) -> Digraph:
@@ -234,7 +234,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
             self._render_part(canvas, node, self._here(node))
             return
         order = range(max(self._sheet.values()) + 1)
-        # Graphviz draws across the page from the bottom up.
+        # If the data flows across the page, Graphviz stacks the sheets from the bottom up.
         for number in reversed(order) if self.direction in ("LR", "RL") else order:
             self._now = number
             # An invisible frame keeps the nodes of a sheet together.
@@ -279,7 +279,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         return "#000000" if self.styler.paper else _LINES[(number - 1) % len(_LINES)]
 
     def _place(self, number: int, other: int) -> str:
-        """Return a short name of a node, or of the largest call around it on one sheet and without ``other``."""
+        """Return a short name of a node, or of the largest call around it that is on one sheet without ``other``."""
         around = {each.id for each in self.graph.ancestors(self.graph[other])}
         path = [self.graph[number], *self.graph.ancestors(self.graph[number])]
         node = next(each for each, outer in pairwise(path) if outer.id in around or len(self._sheets_of[outer.id]) > 1)
@@ -388,7 +388,7 @@ def main_path(graph: Graph) -> set[tuple[int, int]]:
     place = {node.id: number for number, node in enumerate(graph.nodes)}
     length: dict[int, int] = {}
     before: dict[int, int] = {}
-    # In execution order, so that the path to a node is known before its outgoing edges are visited.
+    # Visit the edges in execution order, so that the path to a node is known before its outgoing edges are visited.
     for edge in sorted(graph.edges, key=lambda each: place[each.target]):
         if place[edge.source] < place[edge.target] and length.get(edge.source, 0) + 1 > length.get(edge.target, 0):
             length[edge.target] = length.get(edge.source, 0) + 1

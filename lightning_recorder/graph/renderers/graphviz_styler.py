@@ -29,8 +29,8 @@ __all__ = ["DETAIL_PT", "FONT", "LOOKS", "LOSS", "NAME_PT", "GraphvizStyler", "S
 Shapes = Literal["nodes", "edges", "none"]
 
 
-# The package includes DejaVu for machines without fonts. DejaVu is wider than its replacements. So a label that was
-# measured with DejaVu fits its box wherever the SVG is shown.
+# The package includes DejaVu for machines without fonts. DejaVu is wider than the fonts that a viewer may use instead.
+# So a label that was measured with DejaVu fits its box wherever the SVG is shown.
 FONT = f"{FAMILY},Verdana,sans-serif"
 NAME_PT = 12
 DETAIL_PT = 10
@@ -55,7 +55,7 @@ _CHAIN_ON_PAPER = {"fillcolor": "#ffffff", "width": "0.11", "height": "0.11"}
 _FRAMES = ("#f6f6f6", "#ededed")
 _FAILED = {"color": "#d4002a", "penwidth": "3"}
 _UNUSED = {"color": "#8c8c8c", "fillcolor": "#ffffff", "style": "filled,rounded,dashed"}
-# The look of an edge to the next repetition. The layout ignores it, since it would pull its source above its target.
+# The look of an edge to the next repetition. The layout ignores the edge, which would pull its source above its target.
 _NEXT = {"style": "dashed", "constraint": "false", "color": "#0072b2"}
 
 # From https://graphviz.org/docs/nodes. dot silently ignores any other attribute.
@@ -191,7 +191,7 @@ class GraphvizStyler:
         about = (labels.shown_dilations(node, graph), labels.shown_class(node), labels.size(node))
         lines = (*about, labels.same_weights(node, graph), _repetition(node, graph), labels.tied_to(node))
         return {
-            # Keep lines short, since the layout needs a gap of this width between the edges from above.
+            # Keep the lines of the title short: the layout moves the title into a gap between the edges from above.
             "label": _stacked([*([_bold(name)] if name else []), *(small(line) for line in lines if line)]),
             "tooltip": dot_attribute(_describe(node)),
             **self._address(node),
@@ -213,9 +213,9 @@ class GraphvizStyler:
     def style_edge(self, edge: Edge, graph: Graph) -> dict[str, str]:
         """Return the Graphviz attributes of an edge.
 
-        The label shows the number of tensors if there are several, or the part of the source's output if other edges
-        take other parts. If the outputs are used in a different order, such as the swapped states of an LSTM cell, the
-        label shows their indices. An edge to the next repetition of a folded call is dashed.
+        The label shows the number of tensors if the edge represents several, or the part of the source's output if
+        other edges take other parts. If the target takes the outputs in another order, such as the swapped states of an
+        LSTM cell, the label shows the indices of the outputs. An edge to the next repetition of a call is dashed.
         """
         times, across = labels.times(edge, graph), labels.shown_across(edge, graph)
         words = [str(edge.tensor)] if self.shapes == "edges" and edge.tensor is not None else []

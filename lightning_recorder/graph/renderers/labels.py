@@ -53,14 +53,15 @@ def short_name(node: Node, graph: Graph) -> str:
     """Return a node's name relative to the call around it, with the call number; empty for a frame of repeated nodes.
 
     A name of more than 60 characters is shortened in the middle, since names usually differ at the beginning or the
-    end. The call number is left out if the call around the node has the same number and calls the module only once.
+    end. The call number is left out if it follows from the call around the node: that call has the same number and
+    calls the module only once.
     """
     name = own_name(node, graph)
     return _shortened(name) if _follows_around(node, graph) else _with_call(name, node)
 
 
 def _follows_around(node: Node, graph: Graph) -> bool:
-    """Return True if a later call has the same number as the call around it, which calls the module only once."""
+    """Return True if a second or later call has the number of the call around it, which calls the module only once."""
     around = next((each for each in graph.ancestors(node) if each.name), graph.root)
     if node.call == 1 or node.call != around.call:
         return False
@@ -116,10 +117,10 @@ def shown_class(node: Node) -> str:
 
 
 def size(node: Node) -> str:
-    """Return the number of parameters of a module with its submodules, and how many are used unless all are.
+    """Return the number of parameters of a module and its submodules, with the number of used ones if some are unused.
 
-    ``the same each time`` is added if all repetitions of an enclosing folded node have the same parameters. Empty if
-    there are no parameters.
+    ``the same each time`` is added if all repetitions of an enclosing folded node have the same parameters. The text is
+    empty if there are no parameters.
     """
     total = node.total_parameters or node.parameters
     again = ", the same each time" if node.shared and node.repeats == 1 else ""
@@ -130,7 +131,7 @@ def _counts(total: int, used: int | None) -> str:
     known = f"{short_count(total)} parameter{'s' * (total != 1)}"
     if used is None or used == total:
         return known
-    # If the rounded numbers are equal, show the number of unused parameters instead.
+    # If the total and the used number look equal after rounding, show the number of unused parameters instead.
     few = short_count(used) == short_count(total)
     return f"{known}, {short_count(total - used)} unused" if few else f"{known}, {short_count(used)} used"
 
@@ -185,7 +186,7 @@ def shown_times(node: Node) -> str:
 
 
 def is_needless(call: Node, graph: Graph) -> bool:
-    """Return True for the frame around a single function that is drawn once for several beside each other."""
+    """Return True for an unnamed frame that holds a single function and represents several parallel repetitions."""
     inside = graph.children(call)
     alone = inside[0] if len(inside) == 1 and inside[0].kind == "op" else None
     return alone is not None and call.parallel and not call.name and (alone.parallel or alone.repeats == 1)
@@ -219,7 +220,7 @@ def _number(text: str) -> int:
 def shown_across(edge: Edge, graph: Graph) -> str:
     """Return the relation of an edge to the repetitions of folded nodes, such as ``next``; empty if there is none.
 
-    If several folded nodes are nested, the text names the one that is meant, as in ``next of ×5``.
+    If several folded nodes are nested, the text names the folded node of the relation, as in ``next of ×5``.
     """
     words: dict[int, list[str]] = {}
     for group, word in edge.across:

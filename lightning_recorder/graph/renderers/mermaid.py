@@ -52,7 +52,7 @@ class MermaidRenderer(BaseRenderer[list[str]]):
     """Renders a graph as the lines of a Mermaid flowchart.
 
     Args:
-        graph: The graph to render. It is not reduced further.
+        graph: The graph to render. All its nodes are rendered.
         direction: The direction of the data flow: ``"TB"`` (down the page), ``"LR"``, ``"BT"`` or ``"RL"``.
 
     Raises:
@@ -127,7 +127,7 @@ def to_mermaid(graph: Graph, direction: Direction = "TB") -> str:
     r"""Convert a graph to the text of a Mermaid flowchart, for a ``mermaid`` code block in a Markdown file.
 
     Args:
-        graph: The graph to render. It is not reduced further. See :class:`MermaidRenderer` for limits.
+        graph: The graph to render. All its nodes are rendered. See :class:`MermaidRenderer` for limits.
         direction: The direction of the data flow: ``"TB"``, ``"LR"``, ``"BT"`` or ``"RL"``.
 
     Raises:

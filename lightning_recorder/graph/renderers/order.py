@@ -10,15 +10,15 @@ from lightning_recorder.graph.model import Graph, Node
 
 __all__ = ["constraints"]
 
-_NEAR, _EARLY = 3, 5  # numbers of edges on a path
+_NEAR, _EARLY = 3, 5  # the maximum number of edges on a path to a near node, and to an early node
 
 
 def constraints(graph: Graph) -> list[tuple[int, int]]:
     """Return pairs of drawn nodes. The first node of a pair must not be drawn after the second node.
 
-    The pairs keep module calls in the order in which they ran. They also keep a frame from being stretched by a tensor
-    that the frame takes from an early node in addition to its main input. Pairs that follow from the edges are left
-    out.
+    The pairs keep module calls in the order in which they ran. Other pairs prevent a long frame: without them, a tensor
+    that the frame takes from an early node, in addition to its main input, would stretch the frame. Pairs that follow
+    from the edges are left out.
     """
     order = _Order(graph)
     return [pair for call in graph.nodes for pair in order.pairs(call) if order.add(*pair)]
@@ -95,10 +95,10 @@ class _Order:
                 yield one, other
 
     def _before(self, calls: Sequence[Node], after: Node) -> int | None:
-        """Return the entry of the call that must not be drawn behind the next one: the last call before it.
+        """Return the entry of one of the earlier ``calls``, which must not be drawn after the call ``after``.
 
-        This is usually the previous call. If the call shares no data with the previous call, such as the second of two
-        towers, it may be drawn beside the first call of the other tower.
+        This is usually the entry of the last earlier call. If that call and ``after`` depend on different inputs, as in
+        two towers, ``after`` may be drawn beside the first call of the other tower.
         """
         before = last = self._entry(calls[-1])
         entry = self._entry(after)
@@ -131,7 +131,7 @@ class _Order:
         return [number for number in inside if number not in fed]
 
     def _entry(self, call: Node) -> int | None:
-        """Return the drawn node where data enters a call: the first start that is used and is not a constant."""
+        """Return the drawn node where data enters a call: the start that is used first. Constants are a last resort."""
         if call.id not in self._entries:
             starts = self._starts(call)
             starts = [each for each in starts if self._depth.get(each)] or starts

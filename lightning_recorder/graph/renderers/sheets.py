@@ -17,7 +17,7 @@ __all__ = ["facing", "label_size", "rows", "sheets"]
 _PAGE = 1800.0  # the length of a page in points; a shorter picture is one sheet
 _RATIO = 3.3  # the largest aspect ratio of a picture that is one sheet
 _GOAL = 1.7  # the wanted aspect ratio of several rows
-_SHEETS_GOAL = 2.5  # the largest aspect ratio of several sheets; their estimated breadth does not include frames
+_SHEETS_GOAL = 2.5  # the preferred maximum aspect ratio of several sheets; their estimated breadth leaves out frames
 _MOST = 8  # the maximum number of sheets
 _LONGEST_BLOCK = 1.5 * _PAGE  # in a picture longer than this, a repeated block may be divided between sheets
 _SHORTEST = 0.15  # a sheet below this fraction of the longest sheet is joined with the next one
@@ -74,7 +74,7 @@ class _Plan:
         self._constants: set[int] = set()
         """The nodes that depend on no input and no module."""
         self._loose: set[int] = set()
-        """Those, and the inputs and functions that depend on no module, such as labels that are shifted."""
+        """The constants, and the inputs and functions that depend on no module, such as a shift of the labels."""
         into: dict[int, set[int]] = {}
         for edge in self._onward:
             into.setdefault(edge.target, set()).add(edge.source)
@@ -99,8 +99,8 @@ class _Plan:
     def _places(self, *, in_turn: bool) -> tuple[dict[int, float], dict[int, float]]:
         """Return the beginning and the end of each node along the flow, in points.
 
-        With ``in_turn``, each frame begins behind the frames that ran before it, even if it needs nothing of them, and
-        an input is near its users.
+        With ``in_turn``, each frame begins behind the frames that ran before it, even if it uses none of their tensors.
+        An input is then near its users.
         """
         into: dict[int, list[int]] = {}
         users: dict[int, list[int]] = {}
@@ -175,11 +175,11 @@ class _Plan:
         nodes = {node: node for node in one}
         ways = [(self._atom, most)]
         if long > _LONGEST_BLOCK:
-            # A block that fits on a sheet is alone there rather than divided.
+            # Before dividing blocks, try more sheets, so that a block that fits on a sheet stays whole.
             ways += [(self._atom, _MOST), (nodes, most)]
         for self._atom, parts in ways:
             options = [self._divided(long, number) for number in range(2, parts + 1)]
-            # A block that cannot be divided may be nearly as long as the picture.
+            # A block that is kept whole may be nearly as long as the picture. Then a division is not worthwhile.
             found = [each for each in options if self.longest(each) <= _WORTHWHILE * long]
             if found:
                 fitting = [each for each in found if self.longest(each) <= _SHEETS_GOAL * self.breadth(each)]
@@ -196,7 +196,7 @@ class _Plan:
 
     def longest(self, sheet: Mapping[int, int]) -> float:
         """Return the length of the longest sheet, in points."""
-        # Nodes without edges on their own sheet, and constants, can be drawn anywhere, so they do not count.
+        # Ignore constants, and nodes without an edge to another node of their sheet: they can be drawn anywhere.
         free = set(sheet)
         for edge in self._onward:
             if edge.source in sheet and sheet[edge.source] == sheet.get(edge.target):
@@ -240,8 +240,8 @@ class _Plan:
     def _put_near_users(self, sheet: dict[int, int]) -> None:
         """Move constants, such as the queries of a DETR, and inputs to the sheet of their first user.
 
-        A constant stays if that sheet has no other node of a frame around the constant. It moves back if several of its
-        sources stay on earlier sheets.
+        A constant is not moved if the sheet of its first user has no other node of a frame around the constant. A
+        constant moves back if several of its sources stay on earlier sheets.
         """
         users: dict[int, set[int]] = {}
         into: dict[int, set[int]] = {}
@@ -319,7 +319,7 @@ class _Plan:
 def rows(graph: Graph, sizes: Mapping[int, tuple[float, float]], *, flat: bool) -> list[tuple[int, int]]:
     """Arrange many parallel nodes in rows. Return pairs of nodes; the second is drawn in the row after the first.
 
-    Return no pairs unless the picture would be too broad.
+    If the picture is not too broad, no pairs are returned.
 
     Args:
         graph: The graph that is drawn, with its ports.

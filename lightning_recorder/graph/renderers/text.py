@@ -31,9 +31,9 @@ _MOST_SOURCES = 12
 class TextRenderer(BaseRenderer[list[str]]):
     """Renders a graph as lines, one for each node in execution order, indented by the module calls around it.
 
-    A line shows the name, the class and parameters of a module, the shapes of the outputs, and the inputs after ``←``.
-    The inputs are siblings of the node or of a call around it. The arrow is omitted if the only input is the result of
-    the preceding node.
+    A line shows the name, the class and parameter count of a module, the shapes of the outputs, and the inputs after
+    ``←``. An input is named by the sibling of the node, or of a call around the node, that returned it. The arrow is
+    omitted if the only input is the result of the preceding node.
 
     For folded calls, ``(first)`` marks an input that only the first repetition takes, ``(next)`` a result of the
     preceding repetition, ``(all)`` the results of all repetitions, and ``(each)`` a result of the same repetition of
@@ -41,7 +41,7 @@ class TextRenderer(BaseRenderer[list[str]]):
     line of a failed node starts with ``✗``.
 
     Args:
-        graph: The graph to render. It is not reduced further.
+        graph: The graph to render. All its nodes are rendered.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -66,7 +66,7 @@ class TextRenderer(BaseRenderer[list[str]]):
             if child.kind == "module" and (name in in_sight or name.isdigit()):
                 # The name also occurs in an enclosing call, or is a number, which would be unclear elsewhere.
                 reference = full_name(child)
-            if not name:  # nodes outside refer to the contents of the frame, so the names must be unique there, too
+            if not name:  # nodes outside refer to the contents of the frame, so their names must be unique outside, too
                 self._shown[child.id] = self._reference[child.id] = ""
                 self._survey(child, in_sight)
                 continue
@@ -151,7 +151,7 @@ def to_text(graph: Graph) -> str:
     """Convert a graph to a text tree; see :class:`TextRenderer` for its contents.
 
     Args:
-        graph: The graph to render. It is not reduced further. A view made by :func:`fit_view` is the most readable.
+        graph: The graph to render. All its nodes are rendered. A view made by :func:`fit_view` is the most readable.
 
     The last lines list the modules and parameters that were not used or not trained, if there are any.
 

@@ -16,7 +16,7 @@ _FARTHEST_NAME = 4  # maximum number of edges between a result and the function 
 
 
 def collapse(graph: Graph, depth: float | None = None, *, leaves: bool = True, opened: Set[int] = frozenset()) -> Graph:
-    """Close the module calls at a depth, and at any depth the calls that contain no other call.
+    """Close the module calls at a depth. At any depth, also close the calls that contain no other call.
 
     A closed call is a single node in place of its contents. Edges that cross its border lead to or from this node;
     edges inside it are removed. Its parameter count includes all submodules, called or not, and each parameter once.
@@ -94,10 +94,10 @@ def close_calls(graph: Graph, closed: Set[int]) -> Graph:
 
 
 def _names_of_results(graph: Graph, closed: Set[int], target: Mapping[int, int]) -> dict[int, str]:
-    """Name the results of closed calls that have several, such as ``cos`` and ``sin``, by the node that computes each.
+    """Name the results of closed calls with several results, such as ``cos`` and ``sin``, after the computing nodes.
 
-    A result is named after its node or the module around the node. If two results get the same name, the nodes that
-    compute their inputs are tried.
+    A result is named after the node that computes it, or after the module around this node. If two results get the same
+    name, the nodes that compute the inputs of these nodes are tried.
     """
     results: dict[int, dict[int, None]] = {}
     for edge in graph.edges:
@@ -117,7 +117,7 @@ def _names_of_results(graph: Graph, closed: Set[int], target: Mapping[int, int])
 
 
 def _name_inside(node: Node, call: int, graph: Graph) -> str:
-    """Return the last part of a dotted name: of the outermost module inside ``call`` around a node, or of the node."""
+    """Return the last part of the name of a node, or of the outermost module around the node and inside ``call``."""
     around = [each for each in graph.ancestors(node) if any(outer.id == call for outer in graph.ancestors(each))]
     return (around[-1] if around else node).name.rpartition(".")[2]
 
@@ -132,8 +132,8 @@ def _most(source: Node, call: Node, reads: Mapping[TensorMeta | None, int], occu
     """Return an upper bound of the number of tensors from a source that enter a call.
 
     ``reads`` counts how often the contents of the call read tensors, by their description. A tensor that is read twice
-    enters once. So for each description, no more tensors enter than the source returns, nor than the call has as
-    arguments. If the call has no such argument, the tensors enter as an attribute or in an object.
+    enters once. So for each description, the number is at most the number of such outputs of the source and the number
+    of such arguments of the call. If the call has no such argument, the tensors enter as an attribute or in an object.
     """
     every = max(1, len(source.outputs))
     number = 0
@@ -188,7 +188,7 @@ def _in_a_box(graph: Graph) -> Graph:
     around = {node.id for nodes in ends.values() for node in nodes}
     edges: list[Edge] = []
     for edge in graph.edges:
-        # An edge from an input to an output, of a model that returns its input, is led through the call.
+        # If the model returns its input, the edge from the input to the output is led through the call.
         direct = {edge.source, edge.target} <= around
         edges += (replace(edge, target=box.id), replace(edge, source=box.id)) if direct else (edge,)
     return replace(graph, nodes=(outer, *ends["input"], box, *inside, *ends["output"]), edges=tuple(edges))

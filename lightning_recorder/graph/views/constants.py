@@ -19,9 +19,9 @@ _LEAST = 4  # minimum number of functions to join
 def join_constants(graph: Graph) -> Graph:
     """Join four or more functions that compute a constant, such as a table of positions, into one node.
 
-    The functions compute one tensor and have no other tensor as input, except for buffers of one number, such as a
-    stride. The name of the node has the names of the first and last function, and its note has their number. Functions
-    in different calls are not joined, nor are functions that draw random numbers.
+    The functions compute one tensor and take no tensors from elsewhere, except for buffers of one number, such as a
+    stride. The name of the node has the names of the first and last function. The note of the node has the number of
+    functions. Functions in different calls and functions that draw random numbers are not joined.
 
     Args:
         graph: A view that is not folded.
@@ -58,11 +58,11 @@ def join_constants(graph: Graph) -> Graph:
 
 
 def drop_numbers(graph: Graph) -> Graph:
-    """Remove functions that compute one number only from numbers, such as a padding, and buffers of one integer.
+    """Remove functions that compute a number from numbers only, such as a padding, and buffers of one integer.
 
-    Other models have such a number as a Python literal, which is not a node. A number stays if a module takes it, if it
-    is a result, or if a tensor is added to it, since it may be the start of a sum. A buffer of one floating-point
-    number, such as a temperature, stays as well.
+    Other models have such a number as a Python literal, which is not a node. A number stays if a module takes it or if
+    it is a result. It also stays if a tensor is added to it, since it may be the start of a sum. A buffer of one
+    floating-point number, such as a temperature, stays as well.
 
     Args:
         graph: A view that is not folded.

@@ -15,8 +15,8 @@ DENSE = "each takes all before it"
 """The end of the note of a closed block."""
 
 _LEAST = 5  # minimum number of parts: with fewer, a reader can follow the edges
-# Each part must use the results of at least this share of the parts before it. A chain in which all parts also use one
-# common tensor has a smaller share.
+# Each part must use the results of at least this share of the parts before it. In a plain chain, even if all parts also
+# use one common tensor, the share is smaller.
 _SHARE = 0.7
 
 

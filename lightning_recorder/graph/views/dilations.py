@@ -20,8 +20,8 @@ Arguments = Sequence[tuple[str, str]]
 def undilated(arguments: Arguments) -> tuple[tuple[str, str], ...]:
     """Return a node's arguments in a form that is equal for blocks that differ only in their dilation.
 
-    The padding of a convolution is divided by its dilation, since it grows with it. In the ``pad`` argument of a
-    padding function, all numbers except 0 are masked.
+    The padding of a convolution is divided by its dilation, since padding grows with dilation. In the ``pad`` argument
+    of a padding function, all numbers except 0 are masked.
     """
     dilation = dict(arguments).get(DILATION, "1")
     kept = []
@@ -46,7 +46,7 @@ def _per_dilation(padding: str, dilation: str) -> str:
 def with_dilations(graph: Graph) -> Graph:
     """Return a graph in which each call lists the dilations inside it as an argument, except dilations of 1.
 
-    So a closed block still shows its dilations when it is folded with blocks that have others.
+    So a closed block still shows its dilations when it is folded with blocks that have other dilations.
     """
     inside: dict[int, dict[str, None]] = {}
     for node in graph.nodes:

@@ -68,11 +68,11 @@ PLUMBING = frozenset(
 )
 """Functions that move or rename values without computing any."""
 
-# The parts of paths that libraries give to the states of the tokens before, such as ``past_key_values`` and
+# Names that libraries use, in the paths of inputs and outputs, for the states of earlier tokens: ``past_key_values`` or
 # ``cache_params``.
 _CACHE = re.compile(r"(?<![a-z])(past_key_values?|caches?)(?![a-z])")
 
-_LONGEST_INDEX = 14  # characters; a longer one is no name of a part
+_LONGEST_INDEX = 14  # the maximum number of characters of an index that is shown at an edge
 
 
 def without(graph: Graph, kinds: Kind | Collection[Kind]) -> Graph:
@@ -93,8 +93,8 @@ def hide(graph: Graph, names: Collection[str] = PLUMBING) -> Graph:
 
     These ops stay: an op with several input tensors, such as ``getitem`` with a computed index; an op of a folded view
     that passes a tensor from one repetition to another; and an op with a note, such as a ``detach`` that stops the
-    gradient. An unused op also stays if another op of the same name has a note, and gets this note. It may be the last
-    step of a loop.
+    gradient. If another op of the same name has a note, an unused op also stays and gets this note, since the unused op
+    may be the last step of a loop.
     """
     names = (names,) if isinstance(names, str) else names
     # A tensor without elements has no effect. An example is the initial cache to which keys and values are appended.
@@ -132,7 +132,7 @@ def drop_zeros(graph: Graph) -> Graph:
     """Remove additions of the number 0, such as the length of an empty cache. Connect their inputs to their users.
 
     Args:
-        graph: A view. Fold it before: the first function of a sum adds 0, and must fold with the others.
+        graph: A view that is folded already. The first function of a sum adds 0, and must be folded with the others.
     """
     related = {end for edge in graph.edges if edge.across for end in (edge.source, edge.target)}
     past: dict[int, Edge] = {}
@@ -146,9 +146,9 @@ def drop_zeros(graph: Graph) -> Graph:
 
 
 def drop_caches(graph: Graph) -> Graph:
-    """Remove the outputs that keep keys, values or states for a later call, which may take one from each layer.
+    """Remove the outputs that hold keys, values or states for a later call, of which there may be one per layer.
 
-    A graph that takes a cache as an input keeps them, and so does one without other outputs and a backward pass.
+    These outputs stay if the graph also has a cache as an input, or if it has no other output and no backward pass.
     """
     caches = {node.id for node in graph.nodes if node.kind in ("input", "output") and _CACHE.search(node.name)}
     others = any(node.kind in ("output", "backward") for node in graph.nodes if node.id not in caches)
@@ -172,7 +172,7 @@ def _led_past(edge: Edge, past: Mapping[int, Edge], graph: Graph) -> Edge:
 
 
 def _part(node: Node, edge: Edge) -> str:
-    """Return which part of its input a hidden function passes on along an edge, such as ``2`` or ``[:, 4:]``."""
+    """Return the part of its input that a hidden function passes on along an edge, such as ``2`` or ``[:, 4:]``."""
     if len(node.outputs) > 1:
         return ", ".join(map(str, edge.outputs or (0,)))
     arguments = dict(node.arguments)

@@ -52,17 +52,20 @@ def fit_view(
 
     Isolated tensors, the parameters and buffers of closed calls, functions that compute nothing (:data:`PLUMBING`), and
     functions whose results reach neither an output nor the loss are removed. So are functions that compute one number
-    from nothing else, and the keys and values that are returned for a later call. Four or more functions that compute a
+    only from numbers, and the keys and values that are returned for a later call. Four or more functions that compute a
     constant become one node, and repeated blocks are folded. Then the greatest depth at which the view fits is used.
-    Without ``depth``, a block of five or more parts is closed if nearly each part takes the results of all parts before
-    it, and a module with more than half of the parameters is opened further as long as the view fits. In a view with
-    less than half of the nodes, the first closed block of each kind is opened as an example, with those that are equal
-    to it, up to two thirds of the nodes. If not even the smallest view fits, a parameter or buffer that two loops use
-    is drawn in each of them. :attr:`Graph.left_out` counts the functions that were removed.
+
+    Two rules apply without ``depth``. A block of five or more parts is closed if nearly each part takes the results of
+    all parts before it. A module with more than half of the parameters is opened further as long as the view fits.
+
+    If the view has less than half of ``max_nodes``, the first closed block of each kind is opened as an example,
+    together with equal blocks. With its examples, the view has at most two thirds of ``max_nodes``. If not even the
+    smallest view fits, a parameter or buffer that two loops use is drawn in both loops. :attr:`Graph.left_out` counts
+    the functions that were removed.
 
     Args:
         graph: A recorded graph.
-        max_nodes: The largest number of nodes in the view.
+        max_nodes: The maximum number of nodes in the view.
         depth: The depth to start from; ``None`` uses the greatest depth that fits.
         fold: Draw equal siblings once, with their number.
         leaves: Draw a module that calls no other module as one node; otherwise its functions are shown.
@@ -78,7 +81,7 @@ def fit_view(
     check_integer("max_nodes", max_nodes, 1)
     if depth is not None:
         check_integer("depth", depth, 1)
-    # The functions of the deepest calls are shown only if the limit is one level deeper.
+    # Without ``leaves``, start one level deeper, since the deepest calls show their functions only there.
     deepest = max((node.depth for node in graph.module_calls()), default=1) + (not leaves)
     whole = with_dilations(gather(graph))
     contents: _Contents = {}
@@ -131,7 +134,7 @@ def _with_examples(
 ) -> Graph:
     """Open one closed call of each kind as an example, if the view has less than half of ``max_nodes``.
 
-    The resulting view has at most two thirds of ``max_nodes``.
+    An example is opened only if the view then has at most two thirds of ``max_nodes``.
 
     Args:
         view: The view.
@@ -216,7 +219,7 @@ def _essential(graph: Graph, folded: Callable[[Graph], Graph], *, shapes: bool, 
         shapes: Show the functions that only change shapes.
         dead: Show the functions whose results reach neither an output nor the loss, and the keys and values for a
             later call.
-        constants: Show each of several functions that compute a constant.
+        constants: Show each function that computes a constant, instead of joining several of them.
     """
     whole, graph = graph, graph if dead else drop_caches(graph)
     shown = graph if shapes else hide(graph)
@@ -226,10 +229,11 @@ def _essential(graph: Graph, folded: Callable[[Graph], Graph], *, shapes: bool, 
         return folded(view if constants else join_constants(join_updates(view if dead else drop_numbers(view))))
 
     view = joined(used)
-    # Functions without edges do not count as unused results: they only update a hidden buffer, such as a batch count.
+    # Functions without edges are not counted as unused: they only update a hidden buffer, such as a batch count.
     unused = {edge.target for edge in shown.edges} - {node.id for node in used.nodes}
     if unused:
-        # A function may be unused only in the last repetition: so also try to fold before removing unused functions.
+        # A function may be unused only in the last repetition, which then would not fold with the others. So also try
+        # to fold before removing unused functions, and keep the smaller view.
         view = min(view, drop_empty_calls(drop_dead_ends(joined(shown))), key=lambda each: len(drawn_nodes(each)))
     numbers = 0 if dead else len(used.nodes) - len(drop_numbers(used).nodes)
     with_zeros, view = view, view if dead else drop_zeros(view)
@@ -300,7 +304,7 @@ def _surplus(drawn: list[Node], max_nodes: int) -> list[list[Node]]:
         if number <= max_nodes:
             break
         gone.add(place)
-        # The removed node gets a replacement of its own, or shares the replacement of the nodes beside it.
+        # The removed node gets a replacement of its own, or shares the replacement of removed nodes beside it.
         number -= (place - 1 in gone) + (place + 1 in gone)
     # A run of one node stays, since replacing it would save nothing.
     places = [place for place in sorted(gone) if {place - 1, place + 1} & gone]
@@ -312,7 +316,7 @@ _CUT_FIRST: tuple[Kind, ...] = ("op", "tensor", *_MODEL_TENSORS)
 
 
 def _more(run: list[Node], graph: Graph) -> Node:
-    """Return the node that replaces a run of nodes. It has the scope ``loss`` only if all of them have it."""
+    """Return the node that replaces a run of nodes. Its scope is ``loss`` only if all of the run have this scope."""
     scopes = sorted({node.scope for node in run}, key=lambda scope: scope.startswith("loss"))
     name, parent = f"… {len(run)} more", graph.root.id
     return Node(run[0].id, "op", name, parent, 1, scope=scopes[0], source=run[0].source)

@@ -12,7 +12,7 @@ __all__ = ["focus"]
 
 
 def focus(graph: Graph, name: str, call: int = 1) -> Graph:
-    """Return the graph of one module call. Nodes outside that it is connected to become inputs and outputs.
+    """Return the graph of one module call. Outer nodes with edges into or out of the call become inputs and outputs.
 
     Args:
         graph: A recorded graph, or a view of one.
@@ -21,8 +21,9 @@ def focus(graph: Graph, name: str, call: int = 1) -> Graph:
 
     Returns:
         A graph whose root is the call. An input or output has the name of the innermost named module call around the
-        outer node. Outer functions directly in the root or in a call around the focused call keep their own names. So
-        do parameters and the model's inputs and outputs. The parameter count includes the submodules.
+        outer node. Outer functions directly in the root, or in a call around the focused call, keep their own names.
+        Parameters and the model's inputs and outputs also keep their names. The parameter count includes the
+        submodules.
 
     Raises:
         ArgumentError: If there is no such call. The message names the closest modules.

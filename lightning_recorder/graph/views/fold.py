@@ -25,7 +25,7 @@ from lightning_recorder.graph.views.wiring import Key, MutableGraph, Siblings
 
 __all__ = ["contents_of", "fold_by_forms", "fold_repeats"]
 
-_FEW = 8  # the largest number of parallel layers that are not folded, since their names are informative
+_FEW = 8  # the maximum number of parallel layers that are drawn separately, since their names are informative
 _PARTS = ("module", "op", "backward", "optimizer")
 _Arguments = tuple[tuple[str, str], ...]
 
@@ -38,20 +38,21 @@ def fold_repeats(graph: Graph, least: int = 3, *, contents: Graph | None = None)
     occurrences suffice for a unit of calls that contain other nodes.
 
     Units are equal if their classes, functions, parameters, dtypes and contents are equal, and if the edges inside them
-    are equal. Each unit must also take its inputs from the same nodes outside, or from one of the four units before it.
-    The first units, which have no units before them, may take other tensors. Two rows of units may also be folded
-    together, if each unit of the second row takes its tensors from the unit of the first row with the same number.
+    are equal. Each unit must also take its inputs from the same nodes outside the units, or from one of the four units
+    before it. The first units, which have no units before them, may take other tensors instead. Two rows of units may
+    also be folded together, if each unit of the second row takes its tensors from the unit of the first row with the
+    same number.
 
     Equal units may differ in these respects: the numbers in the names of modules; sizes of tensors that parameters do
     not determine, see :class:`TensorMeta`; an index or a number that a function takes; the dilation and padding of a
-    convolution. If indices or numbers recur after two to four units, that many units are folded together as one.
+    convolution. If indices or numbers repeat every two to four units, that many units are folded together as one.
 
     The words in :attr:`Edge.across` mark four sorts of edges: from one occurrence to the next, into the first
     occurrence only, from all occurrences to a later node, and between occurrences with the same number; see
     :data:`Repetition`. With these words, the folded graph determines the original graph. A unit calls the same modules
-    as the unit before it, or modules that no earlier unit calls. The same holds for tied tensors. Modules that were
-    called before are called in the order of their first calls, or in the reverse order. The multiplicity of an edge is
-    the number of recorded tensors that it represents.
+    as the unit before it, or modules that no earlier unit calls. The same holds for tied tensors. If the modules were
+    already called before the first unit, the units call them in the order of their first calls, or in the reverse
+    order. The multiplicity of an edge is the number of recorded tensors that it represents.
 
     Units without edges between them are marked as ``parallel``. Up to eight parallel units whose modules contain no
     other modules are not folded, since their names are informative, such as query, key and value. Up to eight parallel
@@ -103,7 +104,7 @@ class _Fold:
         self._graph = MutableGraph(graph)
         self._graph.members = members
         shown = forms(graph, self._graph)
-        # In a view without unused nodes, two calls with equal contents may still look different.
+        # In a view without unused nodes, two calls with equal contents may still look different. So compare both.
         numbers: dict[tuple[int, int | None], int] = {}
         contents = {call.id: held.get(call.id) for call in graph.module_calls()}
         self._forms = {
@@ -166,7 +167,7 @@ class _Fold:
                 if start <= run.start < end
             )
             if known:
-                continue  # the longer unit would consist of several shorter units that repeat
+                continue  # this unit would consist of several shorter units that repeat
             length *= self._turn(siblings, start, end, length)
             if end - start < 2 * length:
                 continue
@@ -182,7 +183,7 @@ class _Fold:
     def _turn(self, siblings: Siblings, start: int, end: int, length: int) -> int:
         """Return the period of the functions' operands, in units: 2 if the units use two halves of a tensor in turn.
 
-        Operands that never recur may be the number of a step, and do not count.
+        An operand that never repeats may be the number of a step, so it is ignored.
         """
         values = self._operands(siblings, range(start, end - length + 1, length), length)
         return 1 if all(each == values[0] for each in values) else lcm(*map(period_of, zip(*values, strict=True)))
@@ -211,7 +212,7 @@ class _Fold:
             one, other = self._operands(siblings, run.units(), run.length, only_places=not is_framed)
             if one != other:
                 return False
-        # Functions have no names. So in a unit of functions, count each function.
+        # Functions have no informative names. So in a unit of functions, each function counts as an occurrence.
         is_nameless = all(nodes[part].kind == "op" and not nodes[part].parameters for part in unit)
         number = run.times * run.length if is_nameless else run.times
         return nested or not run.parallel or number > _FEW
@@ -248,7 +249,7 @@ class _Fold:
         self._free += 1
         depth = nodes[parts[0]].depth
         trained = {node for node in parts if self._is_trained(node)}
-        # An op with parameters is a different one in each unit. So is a parameter that only one unit uses.
+        # An op with parameters has other parameters in each unit. A parameter that only one unit uses also differs.
         again = bool(trained) and trained <= shared and all(nodes[node].kind != "parameter" for node in private)
         nodes[group] = Node(group, "module", "", parent, depth, repeats=run.times, parallel=run.parallel, shared=again)
         for node in () if again else shared.intersection(parts):
@@ -277,14 +278,15 @@ class _Fold:
         return pairs
 
     def _share(self, pairs: Mapping[int, int]) -> set[int]:
-        """Mark the kept calls inside the units that call the same module in every unit as ``shared``.
+        """Mark as ``shared`` the kept calls inside the units that call the same module in every unit.
 
-        Return all kept calls that do so, including the units themselves and calls inside a marked call.
+        Return all kept calls that call the same module in every unit: also the units themselves and calls inside a
+        marked call.
         """
         nodes = self._graph.nodes
         calls = {node for node in pairs.values() if nodes[node].kind == "module"}
         others = {node for number, node in pairs.items() if self._graph.names(number) != self._graph.names(node)}
-        # A frame has no name. It is the same in every unit if all calls inside it are.
+        # A frame has no name. It is the same in every unit if all calls inside it are the same.
         others |= {node for node in calls if not nodes[node].name and not others.isdisjoint(self._graph.subtree(node))}
         shared = {node for node in calls - others if self._is_trained(node)}
         outermost = {node for node in shared if nodes[node].parent not in shared and nodes[node].parent in calls}
@@ -313,7 +315,7 @@ class _Fold:
             nodes[kept] = replace(nodes[kept], tied=tuple(map(_span, tied)))
 
     def _outer(self, siblings: Siblings, run: Run, group: int, pairs: Mapping[int, int]) -> dict[int, list[Edge]]:
-        """Return the new incoming edges of the nodes outside of a run that take its results."""
+        """Return the new incoming edges of the nodes outside of a run that use the run's results."""
         units = run.units()
         start, length, last = run.start, run.length, units[-1]
         whole = start, length, last + length
@@ -415,7 +417,7 @@ def _repeated(siblings: Siblings, node: int, run: Run, group: int, pairs: Mappin
 
 
 def _differ(siblings: Siblings, node: int, run: Run, spot: Key, *, parts: bool = False) -> bool:
-    """Return True if a node takes different outputs of a source outside of the run in different units.
+    """Return True if the counterparts of a node in all units take different outputs of a source outside of the run.
 
     With ``parts``, compare the parts of the edges instead of the outputs.
     """
@@ -428,7 +430,7 @@ def _differ(siblings: Siblings, node: int, run: Run, spot: Key, *, parts: bool =
 
 
 def _span(names: Sequence[str]) -> str:
-    """Join several names into one that has the first and the last number, such as ``encoder.0…3.weight``."""
+    """Join several names into one name with the first and the last number, such as ``encoder.0…3.weight``."""
     names = [name.removeprefix("=") for name in names]
     first, last = (re.split("([0-9]+)", names[place]) for place in (0, -1))
     if first[::2] != last[::2]:

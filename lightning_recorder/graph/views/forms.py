@@ -12,14 +12,15 @@ from lightning_recorder.graph.views.wiring import Key, MutableGraph
 __all__ = ["GEOMETRY", "TENSORS", "VARIED", "forms", "is_setting", "operands", "without_numbers"]
 
 TENSORS = ("parameter", "buffer", "tensor")
-# The weights of these layers determine dimension 1 of their outputs. Weights of other layers determine the last one.
+# The weights of these layers determine the size of dimension 1 of their outputs. The weights of other layers determine
+# the size of the last dimension.
 _CHANNELS_FIRST = ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose", "BatchNorm", "GroupNorm", "InstanceNorm")
 
 VARIED = ("p", "drop_prob", "drop_rate")
 """Settings of modules that may differ between equal blocks. For example, drop path rates often grow with the depth."""
 
-# Arguments of functions in which equal nodes may differ. All other arguments are settings, such as a slope.
-_PLACES = ("index", "start")  # their values may be the number of a step
+# Names of function arguments in which equal nodes may differ. All other arguments are settings, such as a slope.
+_PLACES = ("index", "start")  # the value may be the number of the current step of a loop
 _SIZES = frozenset(("size", "sizes", "shape", "length", "split_size", "split_size_or_sections"))
 _NUMBERS = frozenset(("input", "other", "value", "fill_value", "weight", "end", "low", "high", "mean", "std", "steps"))
 _EXECUTION = frozenset(
@@ -73,7 +74,7 @@ def forms(graph: Graph, parts: MutableGraph, *, with_training: bool = True, with
 
 
 def _untrained(graph: Graph) -> dict[str, Key]:
-    """Return for each module what is frozen or got no gradient: parameters by name, or "" for the whole module."""
+    """Return, by module, its frozen parameters and its parameters without a gradient; "" means the whole module."""
     found: dict[str, list[tuple[str, str]]] = {}
     for status, names in (("frozen", graph.unused.frozen), ("no gradient", graph.unused.parameters)):
         for name in names:
@@ -84,10 +85,10 @@ def _untrained(graph: Graph) -> dict[str, Key]:
 
 
 def _reshaped(nodes: Iterable[Node], graph: Graph) -> dict[int, Key]:
-    """Return the output shapes of reshaping functions whose input shape is reshaped to different shapes elsewhere.
+    """Return the output shapes of the reshaping functions whose input shape another function reshapes differently.
 
-    These functions differ, since the same input has different outputs. Output sizes of other functions may depend on
-    the data and are not compared.
+    Functions with different output shapes for the same input shape are not equal. Output sizes of other functions may
+    depend on the data and are not compared.
     """
     found: dict[Key, dict[int, Key]] = {}
     for node in nodes:
@@ -127,7 +128,7 @@ def _inner_edges(graph: Graph, place: Mapping[int, int]) -> dict[int, list[Key]]
 
 def _label(node: Node) -> Key:
     """Return the properties that equal nodes have in common."""
-    # The names of equal modules differ, and so do the names of equal parameters before the last dot.
+    # Equal modules have different names. The names of equal parameters are the same only after the last dot.
     name = "" if node.kind == "module" else node.name.rpartition(".")[2] if node.kind != "op" else node.name
     sizes = tuple(_fixed_sizes(node, meta) for meta in node.outputs)
     tied = tuple(map(without_numbers, node.tied))  # the names of equal blocks differ only in numbers
@@ -137,7 +138,7 @@ def _label(node: Node) -> Key:
 
 def without_numbers(name: str) -> str:
     """Return the name of a module or tensor with its numbers masked, so that equal blocks have equal names."""
-    # The first unregistered module of a class has no number in its name, further ones do: Block, Block#2.
+    # The first unregistered module of a class has no number in its name, later modules do: Block, Block#2.
     return re.sub("[0-9]+", "#", re.sub("#[0-9]+", "", name))
 
 

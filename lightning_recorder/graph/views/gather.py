@@ -22,13 +22,13 @@ _INSIDE = re.compile(r"(?:\.[^.\[]+|\[[^\]]*\]){2}")
 def gather(graph: Graph, few: int = _FEW) -> Graph:
     """Draw the inputs or outputs in one container as a single node if there are more than ``few``.
 
-    Otherwise the keys and values of a cache, two for each layer, would fill the picture. The node has the path of the
-    container and lists all of its tensors. If all tensors are in nested containers, such as the entries of a cache for
-    each layer, more than two tensors become a single node.
+    As separate nodes, the keys and values of a cache, two for each layer, would fill the picture. The single node has
+    the path of the container and lists all of its tensors. If all tensors are in nested containers, such as the entries
+    of a cache for each layer, more than two tensors become a single node.
 
     Args:
         graph: A recorded graph, or a view of one.
-        few: The largest number of tensors that stay separate nodes. For tensors in nested containers, it is at most 2.
+        few: The maximum number of tensors that stay separate nodes. In nested containers, at most two tensors do.
 
     Example:
         >>> import torch
@@ -60,8 +60,8 @@ def gather(graph: Graph, few: int = _FEW) -> Graph:
 def _in_time(edges: Iterable[Edge], graph: Graph, gathered: Collection[int]) -> tuple[Edge, ...]:
     """Move the edges into gathered outputs to the end, in the execution order of their sources.
 
-    Otherwise their order would be the order of the paths. A cache may list the keys of all layers before the values,
-    and then the layers would not fold.
+    Before, they are in the order of the paths of the outputs. A cache may list the keys of all layers before the
+    values. In this order, the layers would not fold.
     """
     place = {node.id: number for number, node in enumerate(graph.nodes)}
     return tuple(sorted(edges, key=lambda edge: place[edge.source] + 1 if edge.target in gathered else 0))

@@ -21,13 +21,13 @@ def own_tensors(graph: Graph, depth: int | None = None, opened: Set[int] = froze
     """Remove the parameters and buffers inside the calls that are closed at a depth, and inside layers.
 
     Tensors that an open call uses directly stay, such as the position embedding of a transformer. The weight and bias
-    of a layer that calls other modules, such as a batch norm with an activation, are removed. The function of the layer
-    counts them. If a call or op uses a parameter of another closed call, such as a tied weight, :attr:`Node.tied` lists
-    the name of the parameter.
+    of a layer that calls other modules, such as a batch norm with an activation, are removed. They are added to the
+    parameter count of the layer's function. If a call or op uses a parameter of another closed call, such as a tied
+    weight, :attr:`Node.tied` lists the name of the parameter.
 
     Args:
         graph: A recorded graph, or a view of one, before its calls are closed.
-        depth: The depth at which :func:`collapse` will close calls. ``None`` closes the calls that contain no other.
+        depth: The depth at which :func:`collapse` will close calls. With ``None``, it closes calls without inner calls.
         opened: The ids of calls that stay open at any depth.
 
     Example:
@@ -54,7 +54,8 @@ def own_tensors(graph: Graph, depth: int | None = None, opened: Set[int] = froze
         user = around[edge.target]
         if edge.source not in gone or gone[edge.source].kind != "parameter":
             continue
-        # A later call of a module uses its own parameters, which were recorded in the first call.
+        # In a later call of a module, the parameters of the module are no tied tensors, although they were recorded in
+        # the first call.
         name = _name_inside(gone[edge.source], graph)
         own = graph[user].kind == "module" and f"{name}.".startswith(f"{graph[user].name}.")
         if around[edge.source] != user and not own:
@@ -70,9 +71,9 @@ def own_tensors(graph: Graph, depth: int | None = None, opened: Set[int] = froze
 def with_copies(graph: Graph) -> Graph:
     """Copy parameters and buffers that two loops use, so that each loop can be folded on its own.
 
-    A use belongs to a second loop if many nodes lie between it and the previous use of the tensor, and if other
-    parameters or buffers are used in between. A copy has the name of its tensor. Return the graph itself if nothing is
-    copied.
+    A use belongs to a second loop if more than 40 nodes lie between it and the previous use of the tensor, and if other
+    parameters or buffers are used in between. A copy has the name of its tensor. If no tensor is copied, the graph
+    itself is returned.
     """
     targets: dict[int, set[int]] = {}
     for edge in graph.edges:
@@ -108,7 +109,7 @@ def _name_inside(tensor: Node, graph: Graph) -> str:
 
 
 def _layers(graph: Graph, gone: Collection[int]) -> dict[int, list[Node]]:
-    """Map the functions of layers that call other modules to the weights and statistics that only they use."""
+    """Map functions to the weights and statistics that only they use, in layers that also call other modules."""
     users: dict[int, set[int]] = {}
     for edge in graph.edges:
         users.setdefault(edge.source, set()).add(edge.target)
@@ -132,8 +133,8 @@ def _count(tensors: Iterable[Node]) -> int:
 def _before_users(graph: Graph, nodes: list[Node]) -> list[Node]:
     """Move each parameter and buffer before the first call that uses it.
 
-    A tensor is recorded when a function uses it. So a tensor that is passed to a call is recorded after the beginning
-    of the call.
+    A tensor is recorded when a function uses it. So a tensor that is passed to a call is recorded after the call has
+    begun.
     """
     place = {node.id: number for number, node in enumerate(nodes)}
     first: dict[int, int] = {}

@@ -9,7 +9,7 @@ __all__ = ["period_of", "repetitions"]
 
 _SHORT = 8  # every period up to this length is tried
 _LONGEST_TURN = 4  # the longest period that :func:`period_of` finds
-_MOST = 3  # the maximum number of longer periods to try at a position
+_MOST = 3  # the maximum number of periods above _SHORT to try at a position
 
 
 def repetitions(values: Sequence[int]) -> list[tuple[int, int, int]]:

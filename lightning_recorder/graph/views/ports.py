@@ -26,7 +26,8 @@ def with_ports(graph: Graph) -> Graph:
 
     A folded call gets a port named ``chain`` for a tensor that is passed on: the first repetition takes it from
     outside, and each later repetition takes it from the repetition before. If no other tensor leaves the call, there is
-    no edge to the next repetition. Otherwise this edge leads to the port. A closed call gets no port, only fewer edges.
+    no edge to the next repetition. Otherwise this edge leads to the port. A closed call gets no port. Its edges to the
+    next repetition are removed under the same condition.
 
     Args:
         graph: A view.
@@ -77,7 +78,7 @@ class _Ports:
         self._entering: dict[int, dict[Edge, None]] = {}
         """By call: the edges into the call from outside."""
         self._related: dict[int, dict[Edge, None]] = {}
-        """By repeated node: the edges into its first or next repetition."""
+        """By repeated node: the edges with the relation ``first`` or ``next`` to this node."""
         for edge in graph.edges:
             self._register(edge, graph[edge.target])
 
@@ -116,7 +117,7 @@ class _Ports:
         inside = self._inside[call.id]
         groups: dict[tuple[Tensor, tuple[str, str]], list[Edge]] = {}
         for edge in self._entering.get(call.id, ()):
-            # A relation to repetitions inside the call would not hold at its port.
+            # Leave out edges with a relation to repetitions inside the call: it would not hold at a port of the call.
             if edge not in self._instead and inside.isdisjoint(each for each, _ in edge.across):
                 # The output indices of a closed call are not known, but a tensor has one name and one dtype.
                 one = edge.part, edge.tensor.dtype if edge.tensor else ""
@@ -149,7 +150,7 @@ class _Ports:
             if framed:
                 self._add_port(call, CHAIN, [*firsts, *([] if alone else [onward])], edges)
             elif alone and all(edge in edges for edge in self._edges() if edge.target == call.id):
-                # Other edges into the node would look like its chain.
+                # With other edges into the node, the chain would not be distinguishable from these edges.
                 first = [edge for edge in edges if "first" in _words(edge, call)]
                 plain = [replace(edge, across=_without(edge, call)) for edge in first]
                 self._replace(edges, plain, [self._shown(edge) for edge in first])

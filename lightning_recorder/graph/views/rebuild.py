@@ -27,7 +27,8 @@ def rebuilt(graph: Graph, nodes: list[Node], target: Mapping[int, int], edges: I
     for edge in graph.edges if edges is None else edges:
         source, goal = find(edge.source), find(edge.target)
         if source in there and goal in there and (source != goal or edge.relates("next")):
-            # The output indices stay valid only if a closed call has the same outputs as its function, as an LSTM has.
+            # If a closed call replaces the source, the output indices stay valid only if both have the same outputs, as
+            # in an LSTM.
             same = not edge.outputs or graph[edge.source].outputs == graph[source].outputs
             kept.append(edge if same else replace(edge, outputs=()))
     return replace(graph, nodes=tuple(nodes), edges=redirected(kept, target))
@@ -59,6 +60,6 @@ def redirected(edges: Iterable[Edge], target: Mapping[int, int]) -> tuple[Edge, 
 
 
 def joined_outputs(one: Edge, other: Edge) -> tuple[int, ...]:
-    """Return the output indices of two edges from the same source together, each index once."""
+    """Return the union of the output indices of two edges from the same source."""
     places = dict.fromkeys((*(one.outputs or (0,)), *(other.outputs or (0,))))
     return () if places.keys() == {0} else tuple(places)

@@ -69,7 +69,7 @@ def roll(graph: Graph) -> Graph:
 
 
 def _later(graph: Graph, target: Mapping[int, int]) -> dict[Edge, int]:
-    """Return the edges whose source depends on an earlier call of their target, with the merged call.
+    """Map the edges whose source depends on an earlier call of the target's module to the merged call of this module.
 
     If the source or the target is inside another call, that call is compared instead.
     """
@@ -82,7 +82,7 @@ def _later(graph: Graph, target: Mapping[int, int]) -> dict[Edge, int]:
         if source != goal:
             entering.setdefault(goal, []).append((source, edge))
     place = {node.id: number for number, node in enumerate(graph.nodes)}
-    # For each node: the merged calls that it depends on or is itself, among the siblings of the node.
+    # For each node: the merged calls among its siblings that the node depends on, and the node itself if it is merged.
     known: dict[int, frozenset[int]] = {}
     later: dict[Edge, int] = {}
     for node in graph.nodes:
@@ -142,7 +142,7 @@ def _sources_first(nodes: Sequence[Node], sources: Mapping[int, Iterable[int]]) 
     free = [place[node] for node, before in waiting.items() if not before]
     order: dict[int, None] = {}
     for first in range(len(nodes)):
-        # If merged calls take results of each other, keep the order of the first of them.
+        # If merged calls take each other's results, no node is free. Then continue with the first remaining node.
         free = free or [first] * (first not in order)
         while free:
             number = heapq.heappop(free)

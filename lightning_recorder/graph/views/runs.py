@@ -30,7 +30,7 @@ class Run:
     times: int
     parallel: bool
     back: int = 1
-    """The largest distance, in units, between the unit that computes a tensor and the unit that uses it."""
+    """The maximum distance, in units, between the unit that computes a tensor and the unit that uses the tensor."""
 
     def units(self) -> range:
         """Return the positions of the units."""
@@ -49,7 +49,7 @@ def equal_units(siblings: Siblings, start: int, length: int, end: int) -> Run:
 
 
 def _equally_fed(siblings: Siblings, start: int, length: int, most: int, back: int) -> Run:
-    """Return the longest run of units with corresponding inputs, which come from at most ``back`` units before."""
+    """Return the longest run of units with corresponding inputs. The inputs come from at most ``back`` units before."""
     if back >= most:
         return Run(start, length, 1, True)
     ports = [siblings.ports(start + step * length, start, length) for step in range(back + 1)]
@@ -66,7 +66,7 @@ def _equally_fed(siblings: Siblings, start: int, length: int, most: int, back: i
     times = _equally_named(siblings, start, length, times)
     used = _equally_used(siblings, start, length, times)
     while back < used < times:
-        # A shorter run has more users outside, since the units that were left out may use its results. So check again.
+        # Check again after shortening the run: the units that were left out are now outside, and may use its results.
         times, used = used, _equally_used(siblings, start, length, used)
     return Run(start, length, used, parallel, back) if used > back else Run(start, length, 1, True)
 
@@ -94,10 +94,10 @@ def _adds_zero(node: Node) -> bool:
 
 
 def _equally_named(siblings: Siblings, start: int, length: int, times: int) -> int:
-    """Return the number of units that call corresponding modules: at each place, the same module or a new module.
+    """Return the number of units that call corresponding modules: at each place, the same or a not yet called module.
 
-    A place is a position inside a unit. The names of the modules at a place may differ only in numbers. So may the
-    names of tensors of other modules that they use. For each place, all units agree on two more properties: whether
+    A place is a position inside a unit. The names of the modules at a place may differ only in numbers. The same holds
+    for the names of tied tensors. For each place, all units agree on two more properties: whether
     the module was called before the first unit, and whether another place of the unit calls the same module. Modules
     that were called before are called again in the order of their first calls, or in the reverse order.
     """
@@ -138,9 +138,10 @@ def _without_numbers(names: Iterable[str]) -> set[str]:
 
 
 def _move(graph: MutableGraph, name: str, after: str, is_late: bool) -> int | None:
-    """Return the step between the modules or tensors of two consecutive units: 1, -1, or 0 for any other step.
+    """Return the step from one module or tensor to another: 1, -1, or 0 for any other step.
 
-    Return None for modules that were not called before, for which any step is allowed.
+    Both are at the same place of two consecutive units. Return None for modules that were not called before, for which
+    any step is allowed.
     """
     if name.startswith("="):
         numbers = [list(map(int, re.findall("[0-9]+", each))) for each in (name, after)]
@@ -155,7 +156,7 @@ def _move(graph: MutableGraph, name: str, after: str, is_late: bool) -> int | No
 def _equally_used(siblings: Siblings, start: int, length: int, times: int) -> int:
     """Return the number of units, from the first on, whose results are used in the same way outside of the run.
 
-    Only the last of these units may have additional uses.
+    The results of the last of these units may have additional uses.
     """
     end = start + length * times
     uses = siblings.leaving(start, start, length, end)
@@ -177,7 +178,7 @@ def _equally_used(siblings: Siblings, start: int, length: int, times: int) -> in
 def unit_offset(siblings: Siblings, start: int, end: int, length: int) -> int:
     """Return the offset at which to divide a stretch into units, so that the fewest tensors pass between units.
 
-    Offsets that would reduce the number of units are not considered.
+    Only offsets that keep the number of units are considered.
     """
     spare = (end - start) % length
     if not spare:
@@ -254,7 +255,7 @@ def joined_loops(loops: Iterable[Loop], worth: Callable[[Loop, Run], bool]) -> I
 
     Args:
         loops: All loops of a graph.
-        worth: Returns True if a loop is worth folding. If one loop is, all loops joined with it are yielded.
+        worth: Returns True if a loop is worth folding. All loops that are joined with such a loop are yielded, too.
     """
     links = _links(loops)
     alive = _disjoint({loop: None for pair in links for loop in pair})
@@ -277,7 +278,7 @@ def joined_loops(loops: Iterable[Loop], worth: Callable[[Loop, Run], bool]) -> I
 
 
 def _links(loops: Iterable[Loop]) -> list[tuple[Loop, Loop]]:
-    """Return the pairs of loops in which each of the first two steps of the second takes tensors from the first."""
+    """Return the pairs of loops in which both of the first two steps of the second loop take tensors from the first."""
     places: dict[int, list[tuple[Loop, int]]] = {}
     for loop in loops:
         for node, step, _ in loop.nodes(0, 1):

@@ -19,11 +19,12 @@ def sides(graph: Graph) -> tuple[dict[int, int], list[Edge]] | None:
     """Return the side of each drawn node, 0 or 1, and the edges between the sides; None if the graph is no U-Net.
 
     The edges are the skip connections, followed by the edge from the end of the first side to the beginning of the
-    second. Each skip connection is computed from the previous one. They are used in the opposite order, by functions or
-    modules of one kind. A tensor that several nodes of the second side use, such as the embedding of a time step, is
-    not a skip connection. If one of these nodes is of the same kind, as in a U-Net++, the graph has no sides. A
-    parameter or buffer that both sides use is not a skip connection either. A repeated block is on one side as a whole.
-    So is a block whose class has several calls.
+    second side. The tensor of each skip connection is computed from the tensor of the previous skip connection. The
+    tensors are used in the opposite order, by functions or modules of one kind. A tensor that several nodes of the
+    second side use, such as the embedding of a time step, is not a skip connection. If one of these nodes is of the
+    kind that uses the skip connections, as in a U-Net++, the graph has no sides. A parameter or buffer that both sides
+    use is not a skip connection either. A repeated block, or a block whose class has several calls, is not divided
+    between the sides.
 
     Args:
         graph: A view.
@@ -90,7 +91,7 @@ def _nested(edges: Sequence[Edge], place: Mapping[int, int]) -> bool:
 
 
 def _alike(graph: Graph) -> set[int]:
-    """Return the calls whose class has another call elsewhere, neither around nor inside them."""
+    """Return the calls for which another call of the same class exists, neither around nor inside them."""
     calls = Counter(call.type_name for call in graph.module_calls())
     line: Counter[int] = Counter()
     for call in graph.module_calls():
@@ -112,7 +113,7 @@ def _reachable(nodes: Sequence[Node], starts: Sequence[Sequence[Edge]], place: M
 
 
 def _in_turn(edges: Sequence[Edge], behind: Sequence[int], place: Mapping[int, int]) -> bool:
-    """Return True if, for consecutive edges, the sources depend on each other in order and the targets in reverse."""
+    """Return True if each source depends on the source of the edge before, and each target on that of the next edge."""
     return all(
         behind[place[one.source]] >> place[other.source] & behind[place[other.target]] >> place[one.target] & 1
         for one, other in pairwise(edges)

@@ -11,11 +11,11 @@ from lightning_recorder.graph.model import Edge, Graph, Node
 
 __all__ = ["FARTHEST", "MutableGraph", "Port", "Siblings", "merge_deep_ports", "merge_ports"]
 
-FARTHEST = 4  # the largest number of repetitions from the computation of a tensor to its use
+FARTHEST = 4  # the maximum distance, in repetitions, between the computation of a tensor and its use
 
 Key = tuple[Any, ...]
 Port = list[tuple[Key, int]]
-"""The sources of a node in order, relative to the unit of the node, with the number of tensors from each source."""
+"""The sources of a node in order, as places relative to the node's unit, with the number of tensors from each."""
 
 
 class MutableGraph:
@@ -115,8 +115,8 @@ class Siblings:
         self.spans: dict[int, tuple[int, int]] = {}
         for tensor in tensors:
             self._place_tensor(tensor)
-        # Set while joined loops are compared: the loop of these siblings, and for each node of the joined loops its
-        # loop, step and place.
+        # These two are set while joined loops are compared: the loop of these siblings, and a map from each node of the
+        # joined loops to its loop, step and place.
         self.loop: Any = None
         self.joined: Mapping[int, tuple[Any, int, Key]] = {}
 
@@ -158,7 +158,7 @@ class Siblings:
         return start <= first and last < start + length
 
     def ports(self, unit: int, first: int, length: int) -> dict[Key, Port]:
-        """Return the sources of each node in a unit that takes tensors from outside of its part.
+        """Return the sources of the nodes in a unit, by place. Nodes without sources outside their part are left out.
 
         Args:
             unit: The position of the unit.
@@ -297,13 +297,13 @@ def merge_ports(first: Port, later: Port, *, exact: bool, from_zero: bool = Fals
         first: The sources in the first repetition.
         later: The sources in each later repetition.
         exact: Require the same number of tensors in all repetitions.
-        from_zero: Allow the first repetition to take no tensor where later ones take a tensor of the repetition before.
-            It may add the number 0 instead.
+        from_zero: Where later repetitions take a tensor of the repetition before, allow the first repetition to take no
+            tensor. For example, it adds the number 0 instead.
 
     Returns:
         The edges. Edges without relation and edges of the first repetition are in the order of ``first``. Edges from
-        the repetition before are in the order of ``later``. ``None`` if the common sources are in a different order, or
-        if another source of later repetitions is not in the repetition before.
+        the repetition before are in the order of ``later``. The result is ``None`` if the common sources are in a
+        different order, or if another source of later repetitions is not in the repetition before.
     """
     at_first, at_later = dict(first), dict(later)
     common = {key: min(number, at_later[key]) for key, number in first if key in at_later}
