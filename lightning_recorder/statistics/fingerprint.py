@@ -156,7 +156,7 @@ def sample_fingerprints(batch: Any, values: int = _MOST_VALUES) -> Tensor | None
     Note:
         Does not synchronize the device, and leaves the batch and the random number generators unchanged. Values are
         multiplied by pseudorandom factors that depend on their position, so collisions are as rare as among random
-        64-bit numbers: for a million samples, one colliding pair in 10⁵ runs.
+        64-bit numbers: for a million samples, one colliding pair in about 10⁷ runs.
     """
     found = sample_numbers(batch, values)
     return None if found is None else found[0]
