@@ -131,14 +131,18 @@ def hide(graph: Graph, names: Collection[str] = PLUMBING) -> Graph:
 def drop_zeros(graph: Graph) -> Graph:
     """Remove additions of the number 0, such as the length of an empty cache. Connect their inputs to their users.
 
+    An addition whose result is added to another tensor is kept. It may be the start of a sum, whose other additions it
+    is folded with.
+
     Args:
-        graph: A view that is folded already. The first function of a sum adds 0, and must be folded with the others.
+        graph: A view, folded or not.
     """
-    related = {end for edge in graph.edges if edge.across for end in (edge.source, edge.target)}
+    summed = {edge.source for edge in graph.edges if graph[edge.target].name == "add"}
+    kept_ids = summed | {end for edge in graph.edges if edge.across for end in (edge.source, edge.target)}
     past: dict[int, Edge] = {}
     for node in graph.nodes:
         is_zero = node.kind == "op" and node.name == "add" and node.arguments == (("other", "0"),)
-        if is_zero and not (node.remark or node.failed) and len(graph.into(node)) == 1 and node.id not in related:
+        if is_zero and not (node.remark or node.failed) and len(graph.into(node)) == 1 and node.id not in kept_ids:
             past[node.id] = _led_past(graph.into(node)[0], past, graph)
     kept = [node for node in graph.nodes if node.id not in past]
     edges = [_led_past(edge, past, graph) for edge in graph.edges if edge.target not in past]
