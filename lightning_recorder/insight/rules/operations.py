@@ -819,7 +819,7 @@ def unused_codes(
 @rule(
     "encoder-cut-off",
     statistic="operations between an encoder and what reads the nearest rows of a code book",
-    usual="z + (code - z).detach(), so that the encoder gets the gradient for the code",
+    usual="the sum z + (code - z).detach(), so that the encoder gets the gradient for the code",
     why="The choice of the nearest row has no gradient, so that the loss behind the codes does not train the encoder.",
     next="Pass z + (code - z).detach() on, with the output z of the encoder.",
     false_alarms="An encoder that is not trained, and rows that are chosen by something else than their distance, are "

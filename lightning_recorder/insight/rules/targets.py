@@ -462,7 +462,8 @@ def _inputs_of(step: RecordedStep, node: Node) -> list[Node]:
     "no-end-as-target",
     statistic="share of sequences whose end token is a target of cross_entropy, if all sequences of a record have one",
     usual="above 0, since texts end with a target",
-    why="The end token is also that of the padding, whose labels are -100. The model never learns to end a text.",
+    why="Without it, the model does not learn to end a text. Usually the padding token is the end token, and labels of "
+    "padding are ignored.",
     next="Give the padding a token of its own, or choose the labels to ignore by the attention mask, so that the first "
     "end token counts.",
     false_alarms="The end token is that in the configuration of the model. Runs in which a sequence does not end, and "
@@ -558,7 +559,7 @@ def unknown_noise(evidence: Evidence) -> Iterator[Finding]:
         if target.name in _NOISE and all(each is node for each in step.readers(target)):
             verdict = (
                 f"the target of {_named(node)} in {step.place(node)} is noise that the {target.name} at "
-                f"{target.source} draws and nothing else uses: the model can only learn its mean"
+                f"{target.source} draws and nothing else uses: no output can predict it"
             )
         elif target.id in known and _is_noisy(step, target) and _is_given_to_layers(step, target):
             verdict = (
@@ -626,7 +627,7 @@ def _is_given_to_layers(step: RecordedStep, node: Node) -> bool:
 @rule(
     "exchanged-quantiles",
     statistic="sign of the error in the loss of quantiles, max(q × e, (q - 1) × e)",
-    usual="e is the target minus the prediction",
+    usual="the error e is the target minus the prediction",
     why="With the other sign, the output for the quantile q learns 1 - q: the upper and the lower one are exchanged.",
     next="Compute e = target - prediction, or max((1 - q) × e, -q × e) for prediction - target.",
     false_alarms="Only tensors q and q - 1 count: of two numbers, such as 0.9 and -0.1, either may be the quantile.",
