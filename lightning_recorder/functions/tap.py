@@ -8,7 +8,6 @@ import threading
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from operator import attrgetter
 from threading import get_ident
@@ -54,7 +53,9 @@ from lightning_recorder.internals.module_tree import (
     class_name,
     is_a,
     is_training,
+    modules_of,
     parameters_of,
+    stored_attribute,
 )
 from lightning_recorder.internals.pause_recording import PAUSES
 from lightning_recorder.internals.stopwatch import Stopwatch
@@ -133,11 +134,11 @@ class ChosenFunctions:
     @cached_property
     def end_token(self) -> int | None:
         """The id of the end-of-sequence token, from the configuration of a transformers model; None if unknown."""
-        for each in self.root.modules():
-            with suppress(Exception):  # a user's property may raise anything
-                end = getattr(each.config, "eos_token_id", None)
-                if type(end) is int and not getattr(each.config, "is_encoder_decoder", False):
-                    return end
+        for each in modules_of(self.root):
+            config = stored_attribute(each, "config")  # without the code of a property, which may draw numbers
+            end = stored_attribute(config, "eos_token_id")
+            if type(end) is int and not stored_attribute(config, "is_encoder_decoder", False):
+                return end
         return None
 
     @property

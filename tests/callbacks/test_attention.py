@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_recorder import ActivationRecorder, GraphRecorder, MemorySink, Outputs, ParameterRecorder, open_recording
 from lightning_recorder.functions import ChosenFunctions
@@ -127,7 +128,9 @@ def fit(folder: Path, model: LightningModule, *more: Callback, **options: Any) -
     """Train for ten steps and record every second one."""
     outputs = Outputs(plots=False, dumps=False)
     recorder = ActivationRecorder(every_n_train_steps=2, outputs=outputs, sinks=[MemorySink()], strict=True)
-    tokens = torch.randint(0, TOKENS, (160 * options.get("accumulate_grad_batches", 1), LENGTH))
+    tokens = options.pop("tokens", None)
+    if tokens is None:
+        tokens = torch.randint(0, TOKENS, (160 * options.get("accumulate_grad_batches", 1), LENGTH))
     trainer = Trainer(
         max_epochs=1,
         accelerator="cpu",
@@ -139,7 +142,7 @@ def fit(folder: Path, model: LightningModule, *more: Callback, **options: Any) -
         callbacks=[recorder, GraphRecorder(formats=()), *more],
         **options,
     )
-    trainer.fit(model, DataLoader(tokens, batch_size=16))  # type: ignore[arg-type]  # a tensor is a data set
+    trainer.fit(model, DataLoader(tokens, batch_size=16))
     return recorder
 
 
@@ -348,6 +351,53 @@ def test_a_projection_of_zeros(tmp_path: Path, kind: str, rows: slice, words: st
     found = [each.verdict for each in open_recording(tmp_path).findings if each.rule == "zero-projection"]
     assert len(found) == bool(words)
     assert all(each.startswith(words) for each in found)
+
+
+class Texts(LightningModule):
+    """A GPT-2 whose texts end with token 7, and are padded with it; the labels of some of these are -100."""
+
+    def __init__(self, ignored: int) -> None:
+        super().__init__()
+        settings: dict[str, Any] = {
+            "bos_token_id": 0,
+            "eos_token_id": 7,
+            "n_layer": 1,
+            "n_head": 1,
+            "n_embd": 8,
+            "vocab_size": 9,
+        }
+        self.model, self.ignored = GPT2LMHeadModel(GPT2Config(n_positions=8, **settings)), ignored
+
+    def training_step(self, tokens: Tensor, _: int) -> Tensor:
+        labels = tokens.clone()
+        labels[:, self.ignored :] = -100
+        loss: Tensor = self.model(input_ids=tokens, labels=labels).loss
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), 1e-3)
+
+
+@pytest.mark.parametrize(("ignored", "rules"), [(4, ["no-end-as-target"]), (5, [])])
+def test_end_tokens_that_are_ignored_as_padding(tmp_path: Path, ignored: int, rules: list[str]) -> None:
+    """Texts of four tokens end at the fifth one: if its label is ignored, too, the model cannot learn to end."""
+    tokens = torch.cat([torch.randint(1, 7, (160, 4)), torch.full((160, 4), 7)], 1)
+    fit(tmp_path, Texts(ignored), tokens=tokens)
+    found = [each.rule for each in open_recording(tmp_path).findings if "end" in each.rule]
+    assert found == rules
+
+
+def test_no_code_of_a_configuration_runs() -> None:
+    """The end token is read from what a model stores; a property may draw numbers."""
+    read = []
+
+    class Drawing(nn.Linear):
+        @property
+        def config(self) -> Any:
+            read.append(torch.rand(1))
+
+    assert ChosenFunctions(Drawing(2, 2), ("cross_entropy",)).end_token is None
+    assert read == []
 
 
 def test_attention_can_be_left_out() -> None:
