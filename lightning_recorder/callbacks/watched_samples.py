@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, WeightedRandomSampler, default_collate
 
 from lightning_recorder.callbacks.lightning import LightningModule, Trainer, is_overridden
 from lightning_recorder.disk import attempt
@@ -262,6 +262,7 @@ class WatchedSamples:
             workers=loader.num_workers,
             samples=samples,
             is_overfit=is_overfit,
+            weights=len(loader.sampler.weights) if type(loader.sampler) is WeightedRandomSampler else None,
             is_divided=hasattr(loader.sampler, "num_replicas") or hasattr(batches, "num_replicas"),
             is_limited=getattr(self._trainer, "limit_train_batches", 1.0) != 1.0
             or self._trainer.world_size > 1

@@ -31,6 +31,7 @@ class LoaderFacts:
     # the index of an input value that equals the target in each of ``compared`` samples; -1 if there is none
     target_place: int = -1
     compared: int = 0
+    weights: int | None = None  # the number of weights of a WeightedRandomSampler
 
 
 @dataclass(frozen=True)

@@ -503,6 +503,11 @@ FAULTS: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
         "few-samples",
         "epoch 1 has 64 of the 1600 samples, each about 15 times",
     ),
+    "weights of classes for the samples": (
+        lambda: {"train": DataLoader(dataset(), 32, sampler=WeightedRandomSampler([0.2, 0.8], 640))},
+        "few-samples",
+        "the WeightedRandomSampler has 2 weights for 640 samples: it only draws the first 2",
+    ),
     "a stream that does not advance": (
         lambda: {"train": DataLoader(Stream(samples=16, repeats=True), 16), "limit_train_batches": 20},
         "batch-repeats",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lightning_recorder.insight.data_facts import EpochFacts
+from lightning_recorder.insight.data_facts import EpochFacts, LoaderFacts
 from lightning_recorder.insight.evidence import Evidence
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.recorded_step import step_of
@@ -171,7 +171,7 @@ def batch_repeats(
 ) -> Iterator[Finding]:
     """Yield an epoch that repeats a few batches."""
     loader = evidence.data.loader
-    for each in _epochs(evidence):
+    for each in () if _has_few_weights(loader) else _epochs(evidence):
         if each.batches < batches:
             continue
         numbers = {"batches": each.batches, "distinct": each.distinct_batches}
@@ -201,7 +201,14 @@ def batch_repeats(
             return
 
 
+def _has_few_weights(loader: LoaderFacts) -> bool:
+    """Return True if a WeightedRandomSampler has fewer weights than the data set has samples."""
+    return loader.weights is not None and loader.samples is not None and loader.weights < loader.samples
+
+
 _WHY_INDICES = "Several indices give the same sample: the data set is repeated, or computes another index."
+_WHY_WEIGHTS = "The sampler takes one weight for each sample. It got one for each class, or those of another data set."
+_NEXT_WEIGHTS = "Give it the weight of the class of each sample: class_weights[labels]."
 _NEXT_INDICES = "Compare the samples of two indices of the data set."
 
 
@@ -229,6 +236,16 @@ def few_samples(
 ) -> Iterator[Finding]:
     """Yield an epoch that uses only a few samples of its data set."""
     loader, epochs = evidence.data.loader, _epochs(evidence)
+    if epochs and _has_few_weights(loader):
+        verdict = (
+            f"the WeightedRandomSampler has {loader.weights} weights for {loader.samples} samples: it only draws the "
+            f"first {loader.weights}"
+        )
+        found = _of_epoch(
+            evidence, epochs[0], verdict, weights=float(loader.weights or 0), samples=float(loader.samples or 0)
+        )
+        yield replace(found, why=_WHY_WEIGHTS, next=_NEXT_WEIGHTS)
+        return
     for each in epochs:
         many = loader.has_rows and each.distinct >= drawn and loader.values >= values
         are_few = 0 < each.contents * indices <= each.distinct
