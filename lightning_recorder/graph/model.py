@@ -16,7 +16,18 @@ from lightning_recorder.errors import ArgumentError
 from lightning_recorder.graph.unused import Unused
 from lightning_recorder.untrusted import check_fields
 
-__all__ = ["IN_PLACE", "RECOMPUTED", "VMAPPED", "Edge", "Graph", "Kind", "Node", "Repetition", "TensorMeta"]
+__all__ = [
+    "IN_PLACE",
+    "OTHER_PARAMETERS",
+    "RECOMPUTED",
+    "VMAPPED",
+    "Edge",
+    "Graph",
+    "Kind",
+    "Node",
+    "Repetition",
+    "TensorMeta",
+]
 
 Kind = Literal["module", "op", "input", "output", "parameter", "buffer", "tensor", "backward", "optimizer", "port"]
 """The kind of a node:
@@ -62,9 +73,9 @@ Without any of these words, every repetition takes the tensor of a source outsid
 takes the tensor of the last repetition.
 """
 
-RECOMPUTED, VMAPPED, IN_PLACE = "recomputed", "vmapped", "in place"
-"""The notes of calls that a checkpoint repeats in the backward pass, of calls inside ``torch.vmap``, and of functions
-that write to one of their inputs."""
+RECOMPUTED, VMAPPED, IN_PLACE, OTHER_PARAMETERS = "recomputed", "vmapped", "in place", "other parameters"
+"""The notes of calls that a checkpoint repeats in the backward pass, of calls inside ``torch.vmap``, of functions that
+write to one of their inputs, and of optimizers that have no parameter of the model."""
 
 _OPERANDS = ("other", "exponent", "value", "fill_value")  # arguments of functions that may be numbers to compute with
 
@@ -164,8 +175,8 @@ class Node:
             function: ``stops the gradient:`` with the reason, such as ``detach``. For a call that a checkpoint repeats
             in the backward pass: ``recomputed``. For a call that ``torch.vmap`` runs for three samples at once:
             ``vmapped ×3``. For a function that writes to one of its inputs, and for a call that only contains such a
-            function: ``in place``. For a module that :func:`show_unused` adds: ``never called``. Ignored in
-            comparisons.
+            function: ``in place``. For a module that :func:`show_unused` adds: ``never called``. For an optimizer that
+            has no parameter of the model: ``other parameters``. Ignored in comparisons.
     """
 
     id: int

@@ -95,6 +95,10 @@ class RecordedStep:
         """Return the operations that take the output of a node; backward passes are left out."""
         return [user for user in self._users.get(node.id, ()) if user.kind == "op"]
 
+    def is_read(self, node: Node) -> bool:
+        """Return True if an operation or a backward pass takes the output of a node, or the model returns it."""
+        return node.id in self._users
+
     def behind(self, node: Node) -> Node | None:
         """Return the node that computed the values of the first input, skipping changes of shape or dtype."""
         sources = self.sources(node)

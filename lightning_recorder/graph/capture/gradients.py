@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_recorder.graph.capture.builder import GraphBuilder
 from lightning_recorder.graph.capture.origins import TensorOrigins
+from lightning_recorder.graph.model import OTHER_PARAMETERS
 from lightning_recorder.internals.autograd import versions_of
 from lightning_recorder.internals.module_tree import parameters_of
 
@@ -91,6 +92,8 @@ class Gradients:
         inside = {number for number in passes if number >= begun and nodes[number].name != "grad"}
         used = [number for number in passes if self._gave(number, updated, number in inside)]
         node = self._builder.add("optimizer", self._title(type(optimizer).__name__, list(named)), 0, source=source)
+        if not named:
+            nodes[node].note = OTHER_PARAMETERS
         # If a wrapper has joined all parameters into one, their names are unknown: use the last backward pass.
         for number in used if named else passes[-1:]:
             self._builder.connect(number, node, None)

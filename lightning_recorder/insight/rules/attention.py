@@ -347,6 +347,50 @@ def sees_later_keys(
 
 
 @rule(
+    "first-position-read",
+    statistic="position that the loss reads behind attention which hides later keys",
+    usual="the last position, or a mean over all",
+    why="Behind a causal mask, the first position sees only itself: the prediction does not depend on the others.",
+    next="Read the last token that is no padding: hidden[torch.arange(len(hidden)), mask.sum(1) - 1].",
+    false_alarms="Attention of which a query attends a later key in any of the last records is left out, and steps "
+    "that also read other positions.",
+    needs=("activations", GRAPH),
+    records=2,
+    explains=dict.fromkeys(
+        (
+            *("zero-projection", "constant-input", "constant-positions", "one-class-predicted", "gradient-stops"),
+            *("dead-heads", "attention-collapse", "unlike-siblings", "loss-of-a-guess", "constant-target"),
+        ),
+        _ANY,
+    ),
+    is_lasting=True,
+)
+def first_position_read(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding if the loss depends on the first position of causal attention alone."""
+    layers = [heads[0] for heads in layers_of(evidence, evidence.heads).values()]
+    future = [each.column("attention_future")[0] for each in layers]
+    if not layers or any(not len(each) or each.any() for each in future):
+        return
+    step = step_of(evidence)
+    for node in step.operations:
+        shape = shape_of(node) or ()
+        is_first = node.name == "getitem" and re.fullmatch(r":, 0(, :)*", setting(node, "index")) is not None
+        is_first |= node.name == "select" and (setting(node, "dim"), setting(node, "index")) == ("1", "0")
+        if not is_first or len(shape) != 3 or shape[1] < 2 or not {node.id} <= step.trained & step.gives_gradients:
+            continue
+        before = step.ancestors(node)
+        attention = [step.graph[each] for each in before if step.graph[each].name in _ATTENTION]
+        sequence = step.made_by(step.sources(node)[0])
+        if attention and all(each is node or each.id not in step.gives_gradients for each in step.readers(sequence)):
+            verdict = (
+                f"the loss reads position 0 of {listed_shape(shape)} in {step.place(node)}, and no query of "
+                f"{layers[-1].module} attends later positions"
+            )
+            yield found_in(evidence, step.owner(node) or layers[-1].module, verdict)
+            return
+
+
+@rule(
     "attends-the-target",
     statistic="share of keys behind the query in attention, if the targets are the next tokens of the input",
     usual="0",

@@ -382,14 +382,20 @@ def low_precision(
     why="An unusual batch, or a learning rate at the edge of stability.",
     next="Look at the batch of this step; clip gradients.",
     false_alarms="The first five records do not count, and no record before may have larger gradients: those of a low "
-    "loss are small, and grow many times with one wrong sample. The watch on every step knows the loss.",
+    "loss are small, and grow many times with one wrong sample. A loss below a quarter of the first makes it a note.",
     needs=("parameters",),
     records=6,
 )
 def gradient_spike(
-    evidence: Evidence, *, factor: float = 20.0, of_largest: float = 10.0, of_earlier: float = 1.0, records: int = 5
+    evidence: Evidence,
+    *,
+    factor: float = 20.0,
+    of_largest: float = 10.0,
+    of_earlier: float = 1.0,
+    records: int = 5,
+    low: float = 0.25,
 ) -> Iterator[Finding]:
-    """Yield a step whose gradients are far larger than in the other records."""
+    """Yield a step whose gradients are far larger than in the other records; a note if the loss is low in this step."""
     table = evidence.parameters
     gradients = [each.gradient for each in evidence.tensors if each.gradient]
     if not gradients:
@@ -410,8 +416,20 @@ def gradient_spike(
                 f"the {records} records before, most of it in {largest.module or largest.name.removesuffix('.grad')}"
             )
             found = largest.found(verdict, "rms", since=step, factor=times, norm=norms[row])
-            yield replace(found, last_step=step, records=1)
+            found = replace(found, last_step=step, records=1)
+            yield replace(found, severity="note", why=_WHY_LOW) if _is_low(evidence, step, low) else found
             return
+
+
+_WHY_LOW = "A sample that is wrong while the others are learned: the loss of this step is low beside the first one."
+
+
+def _is_low(evidence: Evidence, step: int, low: float) -> bool:
+    """Return True if each recorded loss is known at a step, and far below its first value."""
+    names = {site.name for site in evidence.losses.places if site.name and site.path == "in.target"}
+    columns = [View(evidence, evidence.results, Site(name, "out")).column("mean") for name in names]
+    below = [values[steps == step] < low * abs(values[:1]) for values, steps in columns]
+    return bool(below) and all(each.any() for each in below)
 
 
 @rule(

@@ -59,6 +59,40 @@ def posterior_collapse(
 
 
 @rule(
+    "uniform-noise",
+    statistic="random numbers that are multiplied by a scale which the model computes with exp, softplus or sqrt",
+    usual="normal ones: randn_like",
+    why="rand and rand_like return numbers from 0 to 1, with a mean of 0.5. The KL divergence and the samples that are "
+    "decoded later are those of a normal distribution.",
+    next="Use torch.randn_like(std) in place of torch.rand_like(std).",
+    false_alarms="Random numbers between two ends, whose difference is the scale, and those that are transformed are "
+    "left out.",
+    needs=(GRAPH,),
+    explains=dict.fromkeys(("latent-scale", "posterior-collapse"), ("any",)),
+    is_lasting=True,
+)
+def uniform_noise(evidence: Evidence) -> Iterator[Finding]:
+    """Yield products of uniform random numbers and a learned scale that are added to a learned mean."""
+    step = step_of(evidence)
+    for node in step.operations:
+        sources = step.sources(node) if node.name.strip("_") in ("mul", "rmul") else []
+        for noise, scale in (sources, sources[::-1]) if len(sources) == 2 else ():
+            is_scale = scale.id in step.trained and step.made_by(scale).name in ("exp", "softplus", "sqrt")
+            sums = [each for each in step.readers(node) if each.name.strip("_") in ("add", "radd")]
+            if (
+                noise.name in ("rand", "rand_like")
+                and is_scale
+                and any(other is not node and other.id in step.trained for each in sums for other in step.sources(each))
+            ):
+                verdict = (
+                    f"the scale of a random variable in {step.place(node)} is multiplied by {noise.name}, which "
+                    "returns numbers from 0 to 1 instead of normal ones"
+                )
+                yield found_in(evidence, step.owner(node), verdict)
+                return
+
+
+@rule(
     "latent-without-prior",
     statistic="what reads the mean and the logarithmic scale of a random variable that a decoder gets",
     usual="the sample, and a term of the loss, such as the KL divergence",

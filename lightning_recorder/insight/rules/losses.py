@@ -12,6 +12,7 @@ from lightning_recorder.graph.model import Node
 from lightning_recorder.insight.evidence import Evidence
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.recorded_step import (
+    BINARY,
     ELEMENTWISE,
     LOSSES,
     RecordedStep,
@@ -411,19 +412,51 @@ _WHY_TARGET = "The target of kl_div is a probability, or its logarithm with log_
 _NEXT_TARGET = "Apply softmax to the target, or log_softmax and pass log_target=True."
 
 
+_ONE_SIDED = (*BINARY, "cross_entropy", "kl_div", "nll_loss", "poisson_nll_loss", "gaussian_nll_loss")
+
+
+@rule(
+    "exchanged-sides",
+    statistic="what the first and the second argument of a loss that is not symmetric depend on",
+    usual="the first on the parameters, the second on the batch alone",
+    why="The first argument of these losses is the prediction, and the second one the target. Exchanged, the loss has "
+    "another least value, or none.",
+    next="Exchange the arguments: criterion(prediction, target).",
+    false_alarms="Losses that compare two outputs of a model are left out.",
+    needs=(GRAPH,),
+    explains=dict.fromkeys(
+        ("output-range", "weight-drift", "sudden-change", "exploding-gradient", "norm-growth", "constant-target"), _ANY
+    ),
+    is_lasting=True,
+)
+def exchanged_sides(evidence: Evidence) -> Iterator[Finding]:
+    """Yield losses whose target is an output of the model, while their prediction is a tensor of the batch."""
+    step = step_of(evidence)
+    for node in step.operations:
+        sides = step.sources(node)[:2]
+        is_given = node.name in _ONE_SIDED and len(sides) == 2 and step.roots[sides[0].id] == {"input"}
+        if is_given and sides[1].id in step.trained and step.signs.get(node.id):
+            verdict = (
+                f"{node.name} in {step.place(node)} gets a tensor of the batch as its prediction, and the output of "
+                "the model as its target: the arguments are exchanged"
+            )
+            yield found_in(evidence, step.owner(node), verdict)
+            return
+
+
 @rule(
     "one-class",
-    statistic="size of the dimension of a softmax whose output a loss gets",
+    statistic="size of the dimension of a softmax whose output a loss gets, and number of classes of cross_entropy",
     usual="at least two entries",
     why="Probabilities of a single class add up to 1, whatever the input is.",
-    next="Use a sigmoid for one output, or one output for each class.",
+    next="Use binary_cross_entropy_with_logits for one output, or one output for each class.",
     false_alarms="Attention to one position, whose output no loss gets directly.",
     needs=(GRAPH,),
     explains=dict.fromkeys(("gradient-stops", "does-not-move", "double-activation", "constant-input"), _ANY),
     is_lasting=True,
 )
 def one_class(evidence: Evidence) -> Iterator[Finding]:
-    """Yield each softmax over a single entry."""
+    """Yield each softmax over a single entry, and each cross-entropy of a single class."""
     step = step_of(evidence)
     for node in step.operations:
         shape = shape_of(node)
@@ -434,6 +467,13 @@ def one_class(evidence: Evidence) -> Iterator[Finding]:
                 f"the {source.name} in {step.place(source)}"
             )
             yield found_in(evidence, step.owner(source), verdict)
+            return
+        if node.name == "cross_entropy" and shape and shape[1 if len(shape) > 1 else 0] == 1:
+            verdict = (
+                f"cross_entropy in {step.place(node)} gets logits {listed(shape)} of a single class, whose probability "
+                "is always 1: the loss is 0, and no gradient passes it"
+            )
+            yield found_in(evidence, step.owner(node), verdict)
             return
         if node.name not in ("softmax", "log_softmax") or not shape:
             continue

@@ -245,6 +245,41 @@ def _values_of(node: Node) -> int:
 
 
 @rule(
+    "shared-norm",
+    statistic="calls of a BatchNorm in a step, one after the other, and the layers between them",
+    usual="one BatchNorm for each layer",
+    why="Each call normalizes with the statistics of its own input, but the running statistics, which are used in "
+    "evaluation, are a mixture of all of them, and no layer fits it.",
+    next="Make a BatchNorm for each layer in __init__.",
+    false_alarms="Calls that do not feed each other, as in Siamese networks, and recurrences, which call the layers "
+    "between them several times, too, are left out.",
+    needs=(GRAPH,),
+    explains=dict.fromkeys(("train-differs", "running-statistics", "norm-momentum"), ("any",)),
+    is_lasting=True,
+)
+def shared_norm(evidence: Evidence) -> Iterator[Finding]:
+    """Yield each BatchNorm with running statistics that normalizes the outputs of several different layers in turn."""
+    step = step_of(evidence)
+    calls: dict[int, list[Node]] = {}
+    for node in step.operations:
+        means = [each.id for each in step.sources(node) if each.kind == "buffer" and each.name.endswith("running_mean")]
+        if node.name == "batch_norm" and means and setting(node, "training") == "True":
+            calls.setdefault(means[0], []).append(node)
+    for nodes in calls.values():
+        first, *later = nodes
+        before = {each.id for each in step.sources(first)} | step.ancestors(first)
+        between = [step.ancestors(each) - before for each in later if first.id in step.ancestors(each)]
+        layers = {each for ids in between for each in ids if step.graph[each].kind == "parameter"}
+        if layers and all(len(step.users(step.graph[each])) == 1 for each in layers):
+            befores = dict.fromkeys(step.owner(step.made_by(step.sources(each)[0])) for each in nodes)
+            verdict = (
+                f"{step.owner(first)} is called {len(nodes)} times in a step, behind {', '.join(befores)}: its running "
+                "statistics are a mixture of theirs"
+            )
+            yield found_in(evidence, step.owner(first), verdict, calls=len(nodes))
+
+
+@rule(
     "zero-norm",
     statistic="rms of the weight and the bias of a normalization in the first record",
     usual="a weight that begins at 1",

@@ -88,6 +88,41 @@ def _is_bottleneck(inner: Shape | None, outer: Shape | None) -> bool:
     return not inner or not outer or inner[0] < min(inner[-1], outer[0])
 
 
+_ACTIVATION = re.compile(r"(leaky_|p|r)?relu6?|gelu|silu|elu|selu|celu|mish|hardswish|softplus")
+_LAYERS = re.compile(r"linear|conv\dd|conv_transpose\dd|addmm")
+
+
+@rule(
+    "result-not-used",
+    statistic="operations that read the result of an activation or a BatchNorm",
+    usual="the next layer reads it",
+    why="The module was called without an assignment, such as self.act(x) in place of x = self.act(x).",
+    next="Assign the result, and pass it on.",
+    false_alarms="Functions that write into their input, and activations of what no other layer reads, are left out.",
+    needs=(GRAPH,),
+    explains=dict.fromkeys(("unused-parameter", "forgotten-parameter", "gradient-stops", "no-activation"), _ANY),
+    is_lasting=True,
+)
+def result_not_used(evidence: Evidence) -> Iterator[Finding]:
+    """Yield activations and BatchNorms whose result nothing reads, while a later layer reads their input."""
+    step = step_of(evidence)
+    found = []
+    for node in step.operations:
+        sources = step.sources(node)
+        is_kind = _ACTIVATION.fullmatch(node.name) or node.name == "batch_norm"
+        if not is_kind or not sources or node.note or setting(node, "inplace") == "True" or step.is_read(node):
+            continue
+        source = sources[0]
+        reader = next((each for each in step.readers(source) if _LAYERS.fullmatch(each.name)), None)
+        if reader is not None and reader.id > node.id and {node.id, reader.id} <= step.trained:
+            verdict = (
+                f"nothing reads the result of the {node.name} in {step.place(node)}: "
+                f"{step.owner(reader) or reader.name} gets its input instead"
+            )
+            found.append(found_in(evidence, step.owner(node), verdict))
+    yield from joined(found)
+
+
 @rule(
     "single-unit",
     statistic="values of a sample between two layers, if all that the predictions depend on passes between them",

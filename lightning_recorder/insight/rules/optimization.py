@@ -10,11 +10,11 @@ from functools import cache
 
 import numpy as np
 
-from lightning_recorder.graph.model import Node
+from lightning_recorder.graph.model import OTHER_PARAMETERS, Node
 from lightning_recorder.insight.evidence import Evidence, View, spread
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.module_edges import is_position
-from lightning_recorder.insight.recorded_step import LOSSES, keeps_values, setting, step_of
+from lightning_recorder.insight.recorded_step import LOSSES, RecordedStep, keeps_values, setting, step_of
 from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.records.table import Floats
 
@@ -36,16 +36,28 @@ def not_in_optimizer(evidence: Evidence) -> Iterator[Finding]:
     """Yield the parameters that have a gradient but are in no optimizer."""
     trained = {site.name for site in evidence.gradients.places}
     updated = {each.module for each in evidence.tensors if each.update}
+    steps = [node for node in evidence.graph.nodes if node.kind == "optimizer" and node.note != OTHER_PARAMETERS]
     for name, why in evidence.missing:  # known after the first record
         if why.startswith("no step") and name not in updated and (name in trained or not trained):
-            verdict = f"{name} gets gradients, but no optimizer that stepped has its parameters"
-            yield evidence.view(evidence.parameters, name).found(verdict)
+            view = evidence.view(evidence.parameters, name)
+            if steps and not updated:
+                verdict = f"the {steps[0].name} that steps is none of the optimizers that the training was set up with"
+                yield replace(view.found(verdict), why=_WHY_OWN, next=_NEXT_OWN)
+            else:
+                yield view.found(f"{name} gets gradients, but no optimizer that stepped has its parameters")
     # Biases may be left out of the records. The parameter groups show whether the optimizer has more parameters.
     known = sum(int(group.get("parameters", 0)) for group in evidence.parameters.about.get("groups") or ())
     dimensions = 1 if 0 < known <= len(evidence.tensors) else 2
     left_out = [each for each in _left_out(evidence, dimensions) if each.note != "frozen"]
     if left_out:
         yield _about_left_out(evidence, left_out, "is used, but no optimizer that stepped has it")
+
+
+_WHY_OWN = (
+    "An optimizer is made in the training step or beside configure_optimizers. One that each step makes anew loses its "
+    "momentum, and no schedule and no checkpoint has it."
+)
+_NEXT_OWN = "Return the optimizer from configure_optimizers, and use self.optimizers() in the training step."
 
 
 @rule(
@@ -150,7 +162,26 @@ def frozen(evidence: Evidence, *, share: float = 0.34) -> Iterator[Finding]:
             f", also {head}, from which the loss gets its prediction: if it is new, it stays random" if head else ""
         )
         found = evidence.view(evidence.parameters, names[0]).found(verdict, others=others, frozen=len(names))
-        yield replace(found, severity="note", why="Fine-tuning of a part of the model.")
+        moving = [step.owner(node) for node in step.operations if _moves_statistics(step, node)]
+        if moving:
+            verdict += f", and {moving[0]} normalizes with the statistics of the batch and changes its running ones"
+            found = replace(found, verdict=verdict, next=_NEXT_MOVING)
+        yield replace(found, severity="note", why=_WHY_MOVING if moving else "Fine-tuning of a part of the model.")
+
+
+_WHY_MOVING = "A BatchNorm whose parameters are frozen is still in training mode, so that the frozen part changes."
+_NEXT_MOVING = "Call eval() on the frozen part in on_train_epoch_start, after Lightning has called train()."
+
+
+def _moves_statistics(step: RecordedStep, node: Node) -> bool:
+    """Return True for a BatchNorm with frozen parameters that is in training mode."""
+    sources = step.sources(node) if node.name == "batch_norm" and setting(node, "training") == "True" else []
+    weights = [each for each in sources if each.kind == "parameter"]
+    return (
+        bool(weights)
+        and all("frozen" in each.note for each in weights)
+        and any(each.kind == "buffer" for each in sources)
+    )
 
 
 @rule(

@@ -11,18 +11,20 @@ from dataclasses import replace
 import numpy as np
 
 from lightning_recorder.graph.model import Node
-from lightning_recorder.insight.evidence import Evidence
+from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.recorded_step import (
     ELEMENTWISE,
     RecordedStep,
     found_in,
     keeps_values,
+    setting,
     step_of,
 )
 from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.insight.rules.loss_terms import both_ways, chosen_action, own_name
 from lightning_recorder.insight.rules.losses import DIFFERENCES
+from lightning_recorder.names import Site
 
 _ANY = ("any",)
 
@@ -138,6 +140,48 @@ def _optimizers(step: RecordedStep, term: Node) -> set[int]:
     """Return the ids of the optimizers that use the gradients of a term of a loss."""
     known = [each for each in step.graph.nodes if each.kind == "optimizer"]
     return {each.id for each in known if any(term.id in step.ancestors(source) for source in step.sources(each))}
+
+
+@rule(
+    "equal-views",
+    statistic="mean, std, smallest and largest value of two inputs that the same layer gets in a step",
+    usual="different ones",
+    why="Both views are the same tensor, so that the loss compares each sample with itself.",
+    next="Draw an augmentation for each view: transform(x), transform(x).",
+    false_alarms="Inputs that the step compares with the output, as those of an autoencoder, pass no layer. Dropout in "
+    "the encoder makes the two outputs of the same input differ: such a step is left out.",
+    needs=("activations", GRAPH),
+    records=4,
+    is_lasting=True,
+)
+def equal_views(evidence: Evidence) -> Iterator[Finding]:
+    """Yield two inputs of the batch that have equal values in all records and pass the same layers."""
+    step = step_of(evidence)
+    if any("dropout" in node.name and setting(node, "p") not in ("0", "0.0") for node in step.operations):
+        return
+    readers: dict[int, list[Node]] = {}
+    for node in step.operations:
+        sources, first = step.sources(node), step.behind(node)
+        weight = next((each for each in sources if each.kind == "parameter"), None)
+        if weight is not None and first is not None and first.kind == "input":
+            readers.setdefault(weight.id, []).append(first)
+        elif node.name in ("cat", "stack") and node.id < step.last_layer:
+            readers[node.id] = [each for each in map(step.made_by, sources) if each.kind == "input"]
+    for inputs in filter(None, readers.values()):
+        one, other = (View(evidence, evidence.losses, Site("", each.name)) for each in (inputs[0], inputs[-1]))
+        columns, steps = one.columns("mean", "std", "min", "max")
+        others, _ = other.columns("mean", "std", "min", "max")
+        if (
+            one.site == other.site
+            or len(steps) < equal_views.records
+            or not columns[1].all()
+            or one.shape != other.shape
+        ):
+            continue
+        if all(np.array_equal(*pair) for pair in zip(columns, others, strict=True)):
+            verdict = f"{one.path} and {other.path} are equal in all {len(steps)} records: both views are the same"
+            yield replace(one.found(verdict, "std"), module="", path="")
+            return
 
 
 @rule(

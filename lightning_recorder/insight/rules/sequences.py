@@ -411,6 +411,53 @@ def _of_triangle(step: RecordedStep, fill: Node, mask: Node) -> str:
 
 
 @rule(
+    "state-not-carried",
+    statistic="states that a recurrent module begins with in each of its calls for one step of a sequence",
+    usual="the state of the call before",
+    why="The module is called once for each step without the state of the step before, and begins with zeros: no step "
+    "knows the others.",
+    next="Pass the state on: output, state = self.lstm(x[:, t:t+1], state); or call it once with the whole sequence.",
+    false_alarms="Calls that depend on each other in any way, and calls for longer sequences, are left out.",
+    needs=(GRAPH,),
+    explains=dict.fromkeys(("unlike-siblings", "forgotten-parameter", "gradient-stops", "first-step-only"), _ANY),
+    is_lasting=True,
+)
+def state_not_carried(evidence: Evidence) -> Iterator[Finding]:
+    """Yield recurrent modules that are called for one step of a sequence after the other, each time without a state."""
+    step = step_of(evidence)
+    by_module: dict[str, list[Node]] = {}
+    for node in step.operations:
+        sources, shape = step.sources(node), shape_of(node) or ()
+        is_cell = node.name in _CELLS
+        is_step = node.name in _RECURRENT and len(shape) == 3 and 1 in shape[:2]
+        if is_cell or is_step:
+            given = sources[1] if len(sources) > 1 else None
+            is_new = given is None or given.kind == "parameter" or given.name in ("zeros", "zeros_like", "new_zeros")
+            by_module.setdefault(step.owner(node), []).append(node) if is_new else by_module.pop(step.owner(node), None)
+    for name, nodes in by_module.items():
+        parts = [_slice_of(step, node) for node in nodes]
+        if len(nodes) >= _FEWEST_CALLS and None not in parts and len({*parts}) == 1:
+            verdict = (
+                f"{name} is called {len(nodes)} times in a step, for one step of a sequence each, and begins with a "
+                "state of zeros every time"
+            )
+            yield found_in(evidence, name, verdict, calls=len(nodes))
+
+
+_FEWEST_CALLS = 4
+_CELLS = ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+
+
+def _slice_of(step: RecordedStep, node: Node) -> int | None:
+    """Return the id of the sequence of which the input of a node is a part; None if a recurrence made it."""
+    before = [step.graph[each] for each in step.ancestors(node)]
+    if any(each.name in (*_RECURRENT, *_CELLS) and each.kind == "op" for each in before):
+        return None
+    parts = [each for each in before if each.name in ("getitem", "select", "narrow", "unbind", "split", "chunk")]
+    return max((each.id for part in parts for each in step.sources(part)[:1] if part.kind == "op"), default=None)
+
+
+@rule(
     "padding-is-read",
     statistic="share of padding in the tokens of a recurrent layer, and batch_spread of what gets its last state",
     usual="the last state of each sequence is read at its last token",

@@ -22,6 +22,7 @@ from lightning_recorder.insight.recorded_step import (
     step_of,
 )
 from lightning_recorder.insight.rule import GRAPH, rule
+from lightning_recorder.names import Site
 from lightning_recorder.records.histogram import Histogram
 
 _ANY = ("any",)
@@ -103,22 +104,26 @@ _SIGNED = ("cosine_embedding_loss", "margin_ranking_loss", "hinge_embedding_loss
 
 @rule(
     "output-range",
-    statistic="smallest and largest target of a loss, against the range of the function that makes the predictions; "
-    "for a softmax the sum of the targets of a sample",
+    statistic="smallest and largest target of a loss, or value of the data that a discriminator gets, against the "
+    "range of the function that makes the predictions; for a softmax the sum of the targets of a sample",
     usual="the targets are in the range; those of a softmax add up to 1",
     why="The activation after the last layer cannot return these targets, so that the loss stays high whatever is "
     "learned.",
     next="Remove the activation after the last layer, or scale the targets to its range.",
-    false_alarms="Targets beyond the range by less than a tenth of it, or of their size, do not count.",
+    false_alarms="Targets beyond the range by less than a tenth of it, or of their size, do not count, nor do data of "
+    "a discriminator beyond it by less than three times its size.",
     needs=("activations", GRAPH),
     records=4,
     explains=dict.fromkeys(
         ("target-scale", "saturation", "dead-output", "gradient-stops", "vanishing-gradient", "barely-moves"), _ANY
     ),
 )
-def output_range(evidence: Evidence, *, persistence: int = 4, margin: float = 0.1) -> Iterator[Finding]:
-    """Yield the losses whose targets are outside of the range of the predictions."""
+def output_range(
+    evidence: Evidence, *, persistence: int = 4, margin: float = 0.1, beside: float = 3.0
+) -> Iterator[Finding]:
+    """Yield the losses whose targets are outside of the range of the predictions, and generators of another range."""
     step = step_of(evidence)
+    yield from _range_of_generator(evidence, step, persistence, beside)
     for site in evidence.losses.places:
         labels = View(evidence, evidence.losses, site)
         if (
@@ -184,6 +189,37 @@ def output_range(evidence: Evidence, *, persistence: int = 4, margin: float = 0.
         return
 
 
+def _range_of_generator(evidence: Evidence, step: RecordedStep, persistence: int, margin: float) -> Iterator[Finding]:
+    """Yield a layer that gets both data and the output of an activation with a far smaller range, as in a GAN."""
+    calls: dict[int, list[Node]] = {}
+    for node in step.operations:
+        sources = step.sources(node)
+        if len(sources) > 1 and sources[1].kind == "parameter" and (source := step.behind(node)) is not None:
+            while source.name == "detach" and step.behind(source) is not None:
+                source = step.behind(source) or source
+            calls.setdefault(sources[1].id, []).append(source)
+    for sources in calls.values():
+        data = next((each for each in sources if each.kind == "input"), None)
+        made = next((each for each in sources if each.kind == "op" and each.name in _RANGES), None)
+        if data is None or made is None or made.id not in step.trained:
+            continue
+        (low, high), real = _RANGES[made.name], View(evidence, evidence.losses, Site("", data.name))
+        (least, most), _ = real.columns("min", "max")
+        beyond = np.maximum(low - least, most - high) / (high - low) if np.isfinite(high) else np.zeros(0)
+        if len(beyond) >= persistence and (beyond[-persistence:] > margin).all():
+            verdict = (
+                f"the same layer gets {data.name}, from {least.min():.3g} to {most.max():.3g}, and the output of the "
+                f"{made.name} in {step.place(made)}, which returns {low:.3g} to {high:.3g}"
+            )
+            found = replace(real.found(verdict, "max"), module=step.owner(made), path="")
+            yield replace(found, why=_WHY_GENERATOR, next=_NEXT_GENERATOR)
+            return
+
+
+_WHY_GENERATOR = (
+    "The generator cannot make values like those of the data, and the discriminator tells them apart by their size."
+)
+_NEXT_GENERATOR = "Scale the data to the range of the last activation of the generator: x / 127.5 - 1 for tanh."
 _WHY_BLANK = "The blank stands for no label, so that no output can mean these labels, and the loss may be negative."
 _NEXT_BLANK = "Number the labels from 1 on and give the model one more output, or pass another number as blank."
 

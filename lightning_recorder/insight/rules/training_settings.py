@@ -472,7 +472,7 @@ def _sizes(nodes: list[Node]) -> list[tuple[int, ...]]:
     "under no_grad(), and requires_grad was set afterwards.",
     next="Return the loss as it was computed: without item(), detach(), no_grad() and argmax() on the way to it, "
     "and without requires_grad_().",
-    false_alarms="None known.",
+    false_alarms="Weights that are all zero, which another rule names.",
     needs=("parameters",),
     records=2,
     explains={"gradient-stops": ("any",)},
@@ -487,6 +487,10 @@ def nothing_moves(evidence: Evidence, *, persistence: int = 2) -> Iterator[Findi
     owners = {each.module for each in evidence.tensors}
     places = [place for site, place in evidence.gradients.places.items() if site.name in owners]
     arrive = bool((np.nan_to_num(evidence.gradients.get("rms")[:, places]) > 0).any())
+    # Weights of zero stop the gradient of each other, such as both factors of a LoRA: "constant-weight" names them.
+    are_zero = bool(evidence.weights) and not any(each.rms.any() for each in evidence.weights)
+    if are_zero:
+        return
     if arrive and gradients and len(gradients[0]) >= persistence and not any(each.any() for each in gradients):
         verdict = (
             f"the gradients of all {len(gradients)} parameters are zero when the optimizer steps, in "
@@ -599,30 +603,61 @@ def _rates(evidence: Evidence) -> tuple[Floats, NDArray[np.int64]]:
     usual="the rate reaches it within the first tenth of a run",
     why="The warm-up has more steps than the run, or counts epochs as steps.",
     next="Compare the number of steps of the warm-up with that of the run.",
-    false_alarms="A rate that stays or falls between two records, one above a tenth of initial_lr, and a run that has "
-    "not come to its end. An initial_lr of 0.5 or more may be the factor of a formula, as in the schedule of the first "
+    false_alarms="Rates above a tenth of initial_lr, or a fiftieth if they do not rise, and a run that has not come to "
+    "its end. An initial_lr of 0.5 or more may be the factor of a formula, as in the schedule of the first "
     "transformer, and is left out.",
     needs=("parameters",),
     records=6,
     explains={"does-not-move": ("any",), "barely-moves": ("any",), "updates-lost": ("any",)},
 )
 def warmup_too_long(
-    evidence: Evidence, *, persistence: int = 6, share: float = 0.1, end: float = 0.9, formula: float = 0.5
+    evidence: Evidence,
+    *,
+    persistence: int = 6,
+    share: float = 0.1,
+    end: float = 0.9,
+    formula: float = 0.5,
+    low: float = 0.02,
+    epochs: int = 2,
 ) -> Iterator[Finding]:
-    """Yield a finding if the learning rate rises until the end of the run and stays far below its configured value."""
+    """Yield a finding if the learning rate stays far below its configured value until the end of the run."""
     about = evidence.parameters.about
     planned = about.get("planned_steps") or np.inf
     given = max((float(group.get("initial_lr") or 0.0) for group in about.get("groups") or ()), default=0.0)
     rates, steps = _rates(evidence)
-    if len(rates) < persistence or steps[-1] < end * planned or not (np.diff(rates) > 0).all():
+    # With manual optimization, the number of steps is not known. A rate that several epochs have not changed is enough.
+    is_stuck = "planned_steps" not in about and int(about.get("epoch") or 0) >= epochs and not np.diff(rates).any()
+    is_at_end = steps[-1:].sum() >= end * planned or is_stuck
+    if len(rates) < persistence or not is_at_end or not 0 < given < formula or not rates.any():
         return
-    if given < formula and rates[-1] < share * given:
-        verdict = (
-            f"the learning rate rises in each record, to {rates[-1]:.3g} at step {steps[-1]} of {planned}: that is "
-            f"{rates[-1] / given:.1%} of the {given:.3g} that the optimizer was given"
+    highest, part = rates.max(), f"{rates.max() / given:.3g} × the {given:.3g} that the optimizer was given"
+    if (np.diff(rates) >= 0).all() and rates[0] < highest < share * given:
+        verdict, why, following = (
+            f"the learning rate only rises, to {highest:.3g} at step {steps[-1]} of {planned}",
+            "",
+            "",
         )
-        found = evidence.weights[0].found(verdict, "learning_rate", last=rates[-1], given=given)
-        yield replace(found, module="", path="")
+    elif (np.diff(rates) == 0).all() and highest < low * given:
+        verdict = f"the learning rate is {highest:.3g} in all {len(rates)} records"
+        why, following = _WHY_NO_STEP, _NEXT_NO_STEP
+    elif (np.diff(rates) <= 0).all() and highest < low * given:
+        verdict = f"the learning rate is at most {highest:.3g} in all {len(rates)} records"
+        why, following = _WHY_FACTOR, _NEXT_FACTOR
+    else:
+        return
+    found = evidence.weights[0].found(f"{verdict}: that is {part}", "learning_rate", highest=highest, given=given)
+    yield replace(found, module="", path="", why=why, next=following)
+
+
+_WHY_NO_STEP = (
+    "The schedule has begun and never steps. With manual optimization, Lightning does not step it. Or its factor is "
+    "constant, as one that is a learning rate itself."
+)
+_NEXT_NO_STEP = (
+    "With manual optimization, call self.lr_schedulers().step(). The function of LambdaLR returns a factor, not a rate."
+)
+_WHY_FACTOR = "The schedule multiplies the rate of the optimizer with a tiny factor, as one that is a rate itself."
+_NEXT_FACTOR = "The function of LambdaLR returns a factor such as 1.0 or 0.95 ** epoch, not a learning rate."
 
 
 @rule(

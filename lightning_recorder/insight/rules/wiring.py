@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -222,6 +223,12 @@ def exchanged_by_view(evidence: Evidence) -> Iterator[Finding]:
                 f"dimensions {moved[0]} and {moved[1]} instead of exchanging them"
             )
             found.append(found_in(evidence, step.owner(node), verdict))
+        elif (side := _patches(step, node, shape, other)) is not None:
+            verdict = (
+                f"the {node.name} in {step.place(node)} makes {listed(other)} of images {listed(shape)}: its rows are "
+                f"no patches of {side} × {side} pixels, but runs of pixels of a single channel"
+            )
+            found.append(replace(found_in(evidence, step.owner(node), verdict), next=_NEXT_PATCHES))
         elif _skips_an_exchange(shape, other):
             verdict = (
                 f"the {node.name} in {step.place(node)} makes {listed(other)} of {listed(shape)}: it mixes the "
@@ -229,6 +236,20 @@ def exchanged_by_view(evidence: Evidence) -> Iterator[Finding]:
             )
             found.append(found_in(evidence, step.owner(node), verdict))
     yield from joined(found)
+
+
+_NEXT_PATCHES = "Split height and width, and bring both parts of a patch together with permute; or use nn.Unfold."
+
+
+def _patches(step: RecordedStep, node: Node, shape: Shape, other: Shape) -> int | None:
+    """Return the side of the patches, if a view makes as many rows of an image of the batch as it has patches."""
+    source = step.behind(node)
+    if source is None or source.kind != "input" or len(shape) != 4 or len(other) != 3 or shape[0] != other[0]:
+        return None
+    (_, channels, height, width), (_, count, size) = shape, other
+    side = round((size / channels) ** 0.5)
+    is_patch = 1 < side < width and side * side * channels == size and not height % side and not width % side
+    return side if is_patch and channels > 1 and count == height // side * (width // side) else None
 
 
 def _skips_an_exchange(shape: Shape, other: Shape) -> bool:
@@ -279,6 +300,39 @@ def _is_shift(step: RecordedStep, node: Node, moved: list[int]) -> bool:
         and shape[place] == back.outputs[0].shape[place]
         for first, back in pairs
     )
+
+
+@rule(
+    "joined-with-itself",
+    statistic="sources of a concatenation of two tensors along another dimension than the first",
+    usual="two different tensors",
+    why="The output of a layer is concatenated with itself, so that the second half says nothing new. In a U-Net, the "
+    "features of the encoder belong there.",
+    next="Look at the arguments of cat, such as torch.cat([upsampled, skip], dim=1).",
+    false_alarms="Tensors of which the model makes copies without parameters, such as the angles of rotary positions, "
+    "a single channel that becomes several, and copies along the batch are left out.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def joined_with_itself(evidence: Evidence) -> Iterator[Finding]:
+    """Yield concatenations of the output of a layer with itself."""
+    step = step_of(evidence)
+    found = []
+    for node in step.operations:
+        sources = step.sources(node) if node.name in ("cat", "concat", "concatenate") else []
+        shape, joint = shape_of(node), node.outputs[0].shape if node.outputs else ()
+        is_twice = len(node.inputs) == 2 and len({each.id for each in sources}) == 1
+        if not is_twice or sources[0].id not in step.trained or not shape:
+            continue
+        place = next((place for place, sizes in enumerate(zip(shape, joint, strict=False)) if len(set(sizes)) > 1), 0)
+        if place and shape[place] > 1:
+            source = sources[0]
+            verdict = (
+                f"the {node.name} in {step.place(node)} joins the output {listed(shape)} of the {source.name} in "
+                f"{step.place(source)} with itself"
+            )
+            found.append(found_in(evidence, step.owner(node), verdict))
+    yield from joined(found)
 
 
 _INITIALIZES = re.compile(r"(kaiming|xavier|trunc)_(normal|uniform)_?|(uniform|normal|orthogonal)_?")

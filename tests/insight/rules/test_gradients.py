@@ -205,6 +205,18 @@ def test_a_spike_of_the_gradients_at_the_end_of_an_epoch() -> None:
         assert words in found.verdict
 
 
+@pytest.mark.parametrize(("loss", "severity"), [(0.1, "note"), (0.9, "warning")])
+def test_a_spike_of_the_gradients_at_a_low_loss(loss: float, severity: str) -> None:
+    """Gradients of a step whose loss is far below the first one are a note."""
+    losses: dict[str, Values] = {"mse_loss": {"mean": [1.0, *[0.01] * 5, loss, 0.01]}}
+    (found,) = (
+        each
+        for each in run(losses, None, network("a", a=trained("a", grad=[1e-3] * 6 + [0.1, 1e-3])), targets=losses)
+        if each.rule == "gradient-spike"
+    )
+    assert found.severity == severity
+
+
 def test_the_gradients_of_a_low_loss_grow_without_a_finding() -> None:
     """A norm many times as large as those before is none if it was as large at the beginning, before the loss fell."""
     fallen = [1e-3] * 6 + [0.1, 1e-3]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_recorder import capture_graph
 from lightning_recorder.graph import GraphCapture
 from lightning_recorder.graph.model import Graph
-from tests.insight.records import Values, network, run
+from tests.insight.records import Examination, Values, network, run
 
 
 def noise_times_scale(mean: Tensor, scale: Tensor) -> Tensor:
@@ -334,3 +334,20 @@ def test_a_deviation_that_cannot_be_small(limit: Callable[[Tensor], Tensor], is_
     )
     found = [each for each in found if each.rule == "latent-scale"]
     assert [(each.module, "at least 1" in each.verdict) for each in found] == [("scale", True)] * is_wrong
+
+
+@pytest.mark.parametrize(
+    ("sample", "is_wrong"),
+    [
+        (lambda mean, scale: mean + torch.rand_like(scale) * (scale / 2).exp(), True),
+        (lambda mean, scale: mean + torch.randn_like(scale) * (scale / 2).exp(), False),
+        (lambda mean, scale: mean + torch.rand_like(scale) * (scale - mean), False),  # between two ends
+        (lambda mean, scale: mean - (-torch.rand_like(scale).log()).log() * scale.exp(), False),  # of Gumbel
+    ],
+)
+def test_noise_that_is_uniform(sample: Callable[[Tensor, Tensor], Tensor], is_wrong: bool) -> None:
+    """Uniform numbers in place of normal ones are a finding, if a scale multiplies them and a mean is added."""
+    examination = Examination(capture_graph(Autoencoder(sample), torch.randn(16, 16)))
+    found = [each for each in examination.findings() if each.rule == "uniform-noise"]
+    assert len(found) == is_wrong
+    assert all("is multiplied by rand_like" in each.verdict for each in found)

@@ -43,7 +43,7 @@ from tests.insight.rules.test_own_targets import of_views
 from tests.insight.rules.test_progress import run_of_errors, run_of_shares
 from tests.insight.rules.test_sequences import Numbered, Scaled, counted, loss_of_tokens, padded, with_factor
 from tests.insight.rules.test_target_sources import of_adversaries, of_ends, of_tokens
-from tests.insight.rules.test_targets import of_numbers
+from tests.insight.rules.test_targets import of_generator, of_numbers
 from tests.insight.rules.test_wiring import Codes
 from tests.insight.test_odd_blocks import Stage
 
@@ -198,6 +198,8 @@ def _() -> Iterator[Evidence]:
         yield with_targets(F.mse_loss, torch.nn.Sigmoid(), min=0.0, max=1 + beyond, records=records)
     yield with_targets(F.mse_loss, torch.nn.Sigmoid(), min=0.0, max=last(4, 1.15, 1.0))
     yield with_targets(F.mse_loss, torch.nn.Sigmoid(), min=0.0, max=last(3, 1.15, 1.0))
+    for highest in (3.5, 5.0):
+        yield of_generator(torch.nn.Sigmoid(), 0.0, highest).evidence()
 
 
 @cases("classes-by-error")
@@ -678,6 +680,9 @@ def _() -> Iterator[Evidence]:
         about = {"groups": [{"initial_lr": given}], "planned_steps": planned}
         rising = weight(learning_rate=[highest * given * (row + 1) / records for row in range(records)])
         yield case(None, None, rising, about=about, records=records)
+    for share, epoch in ((0.015, 2), (0.03, 2), (0.015, 1)):  # with manual optimization
+        about = {"groups": [{"initial_lr": 0.1}], "epoch": epoch}
+        yield case(None, None, weight(learning_rate=share * 0.1), about=about)
 
 
 @cases("schedule-length")
@@ -986,6 +991,9 @@ def _() -> Iterator[Evidence]:
         yield case(None, None, weight(grad=norms), records=len(norms))
     for first in (20.0, 45.0):
         yield case(None, None, weight(grad=[first, *[1.0] * 5, 30.0]), records=7)
+    for loss in (0.2, 0.4):
+        losses: dict[str, Values] = {"mse_loss": {"mean": [1.0, *[0.1] * 5, loss]}}
+        yield case(losses, None, weight(grad=[*[1.0] * 6, 30.0]), targets=losses, records=7)
 
 
 @cases("posterior-collapse")

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lightning_recorder.graph import capture_graph
 from tests.insight.records import Examination, brief, examined
-from tests.insight.rules.test_operations import NAMES, Function, Loss, Step, classes, examine, mlp, rows
+from tests.insight.rules.test_operations import NAMES, Function, Loss, Step, classes, examine, mlp, rows, trained_step
 
 TORCH_WARNS = pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
 
@@ -366,3 +366,36 @@ def test_a_gradient_of_a_field() -> None:
 
     found = Examination(capture_graph(Distance(), torch.randn(8, 6, 3))).findings()
     assert [each for each in found if each.rule == "loss-shapes"] == []
+
+
+@pytest.mark.parametrize(
+    ("out", "target", "is_wrong"),
+    [(1, torch.ones(8, 1), True), (1, torch.zeros(8).long(), True), (2, torch.ones(8).long(), False)],
+)
+def test_a_cross_entropy_of_one_class(out: int, target: Tensor, is_wrong: bool) -> None:
+    """Logits of a single class have the probability 1, whether the targets are numbers or probabilities."""
+    found = [each for each in examine(mlp(out), F.cross_entropy, rows, target) if each.rule == "one-class"]
+    assert brief(found) == [("warning", "one-class", "")] * is_wrong
+    assert all("gets logits [8, 1] of a single class" in each.verdict for each in found)
+
+
+class TwoNets(nn.Module):
+    """A loss between two networks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = mlp(3), mlp(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.kl_div(self.one(x).log_softmax(1), self.other(x).softmax(1), reduction="batchmean")
+
+
+@pytest.mark.parametrize("loss", [F.binary_cross_entropy_with_logits, F.cross_entropy, F.mse_loss])
+def test_exchanged_arguments_of_a_loss(loss: Loss) -> None:
+    """A target in the place of the prediction is a finding, unless the loss is symmetric."""
+    target = torch.rand(8, 3)
+    is_wrong = loss is not F.mse_loss
+    found = trained_step(Step(mlp(3), lambda y, target: loss(target, y)), rows, target)
+    assert brief(found) == [("warning", "exchanged-sides", "")] * is_wrong
+    assert trained_step(Step(mlp(3), loss), rows, target) == []
+    assert "exchanged-sides" not in {each.rule for each in trained_step(TwoNets(), rows)}

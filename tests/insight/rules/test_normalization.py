@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -213,3 +214,35 @@ def test_a_normalization_that_begins_at_zero(weight: float, options: dict[str, b
     run = of_a_norm(weight, **options)
     found = [each for each in run.findings() if each.rule == "zero-norm"]
     assert brief(found) == [("warning", "zero-norm", "norm")] * is_wrong
+
+
+class Shared(nn.Module):
+    """Layers with one or several BatchNorms."""
+
+    def __init__(self, norms: Callable[[], list[nn.Module]], *, is_repeated: bool = False) -> None:
+        super().__init__()
+        layers = [nn.Linear(8, 8)] * 3 if is_repeated else [nn.Linear(8, 8) for _ in range(3)]
+        self.layers, self.norms = nn.ModuleList(layers), nn.ModuleList(norms())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = torch.relu(norm(layer(x)))
+        return x.sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "is_wrong"),
+    [
+        (Shared(lambda: [nn.BatchNorm1d(8)] * 3), True),
+        (Shared(lambda: [nn.BatchNorm1d(8) for _ in range(3)]), False),
+        (Shared(lambda: [nn.LayerNorm(8)] * 3), False),
+        (Shared(lambda: [nn.BatchNorm1d(8)] * 3, is_repeated=True), False),  # a recurrence
+        (Shared(lambda: [nn.BatchNorm1d(8, track_running_stats=False)] * 3), False),
+    ],
+)
+def test_one_normalization_for_several_layers(model: nn.Module, is_wrong: bool) -> None:
+    """Running statistics that are a mixture of several layers are a finding."""
+    found = Examination(capture_graph(model, torch.randn(4, 8))).findings()
+    found = [each for each in found if each.rule == "shared-norm"]
+    assert brief(found) == [("warning", "shared-norm", "norms.0")] * is_wrong
+    assert all("called 3 times in a step, behind layers.0, layers.1, layers.2" in each.verdict for each in found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_recorder.graph import GraphCapture, capture_graph
+from lightning_recorder.graph.model import Graph
 from lightning_recorder.insight import RULES, Finding
 from tests.insight.records import Examination, brief
 
@@ -57,6 +59,13 @@ def trained_step(model: nn.Module, *inputs: Tensor) -> list[Finding]:
         model(*inputs).backward()
     names = NAMES | {"unknown-noise", "largest-value", "seen-targets", "mean-before-weights"}
     return [each for each in Examination(capture.graph()).findings() if each.rule in names]
+
+
+def of_batch(graph: Graph) -> Graph:
+    """Return the graph with the names that the inputs have in a fit."""
+    inputs = [node for node in graph.nodes if node.kind == "input"]
+    names = {node: f"batch[{place}]" for place, node in enumerate(inputs)}
+    return replace(graph, nodes=tuple(replace(each, name=names.get(each, each.name)) for each in graph.nodes))
 
 
 def mlp(out: int, *last: nn.Module) -> nn.Sequential:
@@ -423,3 +432,50 @@ def test_nodes_of_all_graphs_that_are_joined(graphs: int, is_wrong: bool) -> Non
     found = trained_step(Pooled(graphs), series, classes)
     assert brief(found) == [("warning", "along-batch", "")] * is_wrong
     assert all("index_add" in each.verdict and "[48, 7]" in each.verdict for each in found)
+
+
+class Unassigned(nn.Module):
+    """Two layers, and a module whose result is thrown away, or is not."""
+
+    def __init__(self, act: nn.Module, is_assigned: bool) -> None:
+        super().__init__()
+        self.first, self.act, self.last, self.is_assigned = nn.Linear(5, 7), act, nn.Linear(7, 3), is_assigned
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        other = self.act(h)
+        output: Tensor = self.last(other if self.is_assigned else h)
+        return output
+
+
+@pytest.mark.parametrize(
+    ("act", "is_assigned", "rules"),
+    [
+        (nn.ReLU(), False, ["result-not-used"]),
+        (nn.BatchNorm1d(7), False, ["result-not-used", "no-activation"]),
+        (nn.ReLU(), True, []),
+        (nn.ReLU(inplace=True), False, []),  # writes into its input
+    ],
+)
+def test_a_result_that_nothing_reads(act: nn.Module, is_assigned: bool, rules: list[str]) -> None:
+    """A call without an assignment is a finding, if the next layer gets the input of the module instead."""
+    found = examine(Unassigned(act, is_assigned), F.cross_entropy, rows, classes)
+    assert {each.rule for each in found} <= set(rules)
+    assert [each.module for each in found if each.rule == "result-not-used"] == ["net.act"] * bool(rules)
+    assert all("net.last gets its input instead" in each.verdict for each in found if each.rule == "result-not-used")
+
+
+def test_a_head_whose_result_nothing_reads() -> None:
+    """A layer behind the function, of which the loss reads nothing, either, shows that a branch is not used."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = mlp(7), nn.Linear(7, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h: Tensor = self.body(x)
+            F.relu(self.head(h))
+            return h
+
+    assert examine(Branches(), F.cross_entropy, rows, classes) == []

@@ -11,13 +11,15 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_recorder.graph import capture_graph
-from lightning_recorder.graph.model import Graph, Node, TensorMeta
+from lightning_recorder.graph.model import OTHER_PARAMETERS, Graph, Node, TensorMeta
 from lightning_recorder.insight import Finding
 from lightning_recorder.statistics import OptimizerRecorder
 from tests.effort import lines_run
 from tests.insight.records import Examination, Values, brief, chain, network, run, trained
+from tests.insight.rules.test_operations import Step
 
 
 def test_the_drift_of_weights() -> None:
@@ -469,3 +471,30 @@ def test_a_weight_of_zeros_beside_a_trained_bias() -> None:
         }
         found = run(None, None, {**layer, **network("fc", "head")})
         assert [each for each in brief(found) if each[1] == "constant-weight"] == expected
+
+
+@pytest.mark.parametrize("note", ["", OTHER_PARAMETERS])
+def test_an_optimizer_that_is_none_of_the_training(note: str) -> None:
+    """If an optimizer with parameters of the model steps, and none of the trainer's does, the finding says so."""
+    graph = chain("a", "b")
+    graph = replace(graph, nodes=(*graph.nodes, Node(20, "optimizer", "SGD", 0, 1, note=note)))
+    missing = {name: {"fired": False, "why": "no step: no optimizer that stepped has its parameters"} for name in "ab"}
+    layers: dict[str, Values] = {name: {"rms": 1e-3} for name in "ab"}
+    (found,) = run(None, layers, {"a/weight": {}}, graph=graph, coverage={"parameters": {"modules": missing}})
+    words = "a gets gradients, but no" if note else "the SGD that steps is none of the optimizers that the training was"
+    assert found.verdict.startswith(words)
+
+
+@pytest.mark.parametrize("is_evaluated", [False, True])
+def test_a_frozen_normalization_in_training_mode(is_evaluated: bool) -> None:
+    """The note about frozen modules says if one of them still changes its running statistics."""
+    norm = nn.BatchNorm1d(5).requires_grad_(False)
+    net = nn.Sequential(norm.eval() if is_evaluated else norm, nn.Linear(5, 3))
+    missing = {"net.0": {"fired": False, "why": "frozen: none of its own parameters requires a gradient"}}
+    graph = capture_graph(Step(net, F.cross_entropy), torch.randn(8, 5), torch.arange(8) % 3)
+    coverage = {"parameters": {"modules": missing}}
+    (found,) = (
+        each for each in run(None, None, trained("net.1"), graph=graph, coverage=coverage) if each.rule == "frozen"
+    )
+    assert found.is_note
+    assert ("net.0 normalizes with the statistics of the batch" in found.verdict) != is_evaluated

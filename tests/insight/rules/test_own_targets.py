@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lightning_recorder.graph import GraphCapture, capture_graph
 from tests.insight.records import Examination, Values, brief, examined, record
-from tests.insight.rules.test_operations import NAMES, Loss, classes, mlp, rows
+from tests.insight.rules.test_operations import NAMES, Loss, classes, mlp, of_batch, rows
 
 
 class Views(nn.Module):
@@ -250,3 +250,41 @@ def test_an_estimate_with_an_optimizer_of_its_own(is_separate: bool) -> None:
         critic.step()
     found = examined({"critic.2": {"batch_spread": 0.8}}, graph=capture.graph()).findings()
     assert [each.rule for each in found].count("no-stop-gradient") == (not is_separate)
+
+
+class Pairs(nn.Module):
+    """An encoder of two views."""
+
+    def __init__(self, *last: nn.Module) -> None:
+        super().__init__()
+        self.net = mlp(4, *last)
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        scores = F.normalize(self.net(one), dim=1) @ F.normalize(self.net(other), dim=1).T
+        return F.cross_entropy(scores, torch.arange(len(one)))
+
+
+class Restored(nn.Module):
+    """An autoencoder whose target is a tensor of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(5)
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        return F.mse_loss(self.net(one), other)
+
+
+@pytest.mark.parametrize(
+    ("model", "mean", "is_wrong"),
+    [(Pairs(), 0.5, True), (Pairs(), 0.51, False), (Pairs(nn.Dropout(0.1)), 0.5, False), (Restored(), 0.5, False)],
+)
+def test_views_that_are_equal(model: nn.Module, mean: float, is_wrong: bool) -> None:
+    """Two equal inputs of the same layers are a finding, without dropout that makes their outputs differ."""
+    examination = Examination(of_batch(capture_graph(model, rows, torch.randn_like(rows))))
+    for step in range(4):
+        values = {("", f"batch[{place}]"): {"mean": each, "std": 1.0} for place, each in enumerate((0.5, mean))}
+        examination.add(record("activations", step, values, recorder="batch"))
+        examination.add(record("activations", step, {("net.0", "out"): {}}))
+    found = [each for each in examination.findings() if each.rule == "equal-views"]
+    assert brief(found) == [("warning", "equal-views", "")] * is_wrong

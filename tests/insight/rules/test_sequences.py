@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lightning_recorder.graph import capture_graph
 from tests.insight.records import Examination, Values, brief, examined
-from tests.insight.rules.test_operations import Function, Step, classes, examine, tokens
+from tests.insight.rules.test_operations import Function, Step, classes, examine, series, tokens
 
 
 class Attention(nn.Module):
@@ -411,3 +411,35 @@ def test_states_of_padded_sequences_that_are_fine() -> None:
 
 
 order = torch.rand(8)
+
+
+class Stepwise(nn.Module):
+    """A recurrent module that is called for each step of a sequence."""
+
+    def __init__(self, kind: Callable[..., nn.Module], carries: bool, *, feeds: bool = False) -> None:
+        super().__init__()
+        self.rnn, self.head, self.carries, self.feeds = kind(5, 5), nn.Linear(5, 3), carries, feeds
+        self.is_cell = "Cell" in type(self.rnn).__name__
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = out = None
+        for place in range(x.shape[1]):
+            given = x[:, place] if self.is_cell else x[:, place : place + 1].transpose(0, 1)
+            if self.feeds and out is not None:
+                given = given + out
+            result = self.rnn(given, state) if self.carries else self.rnn(given)
+            out, state = (result[0], result[1]) if isinstance(result, tuple) and not self.is_cell else (result, result)
+            out = out[0] if isinstance(out, tuple) else out
+        output: Tensor = self.head(out if self.is_cell else out[0])  # type: ignore[index]  # set by the loop
+        return output
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell])
+def test_a_state_that_is_not_passed_on(kind: Callable[..., nn.Module]) -> None:
+    """Calls for one step of a sequence that all begin with zeros are a finding, unless they depend on each other."""
+    rule = "state-not-carried"
+    found = [each for each in examine(Stepwise(kind, False), F.cross_entropy, series, classes) if each.rule == rule]
+    assert brief(found) == [("warning", rule, "net.rnn")]
+    assert "is called 6 times in a step" in found[0].verdict
+    for net in (Stepwise(kind, True), Stepwise(kind, False, feeds=True)):
+        assert rule not in {each.rule for each in examine(net, F.cross_entropy, series, classes)}

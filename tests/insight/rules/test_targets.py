@@ -18,7 +18,7 @@ from lightning_recorder.insight import RULES, Finding
 from lightning_recorder.records.histogram import EDGES
 from lightning_recorder.reductions import Histogram
 from tests.insight.records import Examination, Values, brief, examined, record, run
-from tests.insight.rules.test_operations import Loss, Step, classes, mlp, rows
+from tests.insight.rules.test_operations import Loss, Step, classes, mlp, of_batch, rows
 
 FILES = (".targets", ".target_sources")
 NAMES = {rule.name for rule in RULES if rule.function.__module__.endswith(FILES)}
@@ -331,3 +331,41 @@ def test_class_numbers_in_a_loss_that_is_written_out() -> None:
         sites = {("", "batch[1]"): {"min": 0.0, "max": 2.0}, ("net.2", "out"): {}}
         examination.add(record("activations", row * 10, sites))
     assert [each.rule for each in examination.findings()] == ["classes-as-numbers"]
+
+
+class Adversaries(nn.Module):
+    """A generator and a discriminator that also gets data."""
+
+    def __init__(self, last: nn.Module) -> None:
+        super().__init__()
+        self.generator, self.discriminator = nn.Sequential(nn.Linear(5, 5), last), nn.Linear(5, 1)
+
+    def forward(self, real: Tensor) -> Tensor:
+        fake = self.generator(torch.randn_like(real))
+        of_discriminator: Tensor = self.discriminator(fake.detach()).mean() - self.discriminator(real).mean()
+        return of_discriminator - F.softplus(self.discriminator(fake)).mean()
+
+
+def of_generator(last: nn.Module, low: float, high: float, *, records: int = 4) -> Examination:
+    """Return a run of a GAN whose data have a range."""
+    examination = Examination(of_batch(capture_graph(Adversaries(last), torch.randn(8, 5))))
+    for step in range(records):
+        examination.add(record("activations", step, {("", "batch[0]"): {"min": low, "max": high}}, recorder="batch"))
+        examination.add(record("activations", step, {("discriminator", "out"): {}}))
+    return examination
+
+
+@pytest.mark.parametrize(
+    ("last", "low", "high", "is_wrong"),
+    [
+        (nn.Tanh(), 0.0, 255.0, True),
+        (nn.Sigmoid(), -100.0, 1.0, True),
+        (nn.Tanh(), -1.0, 1.0, False),
+        (nn.Tanh(), -0.5, 2.8, False),  # standardized
+        (nn.Identity(), 0.0, 255.0, False),
+    ],
+)
+def test_data_beyond_the_range_of_a_generator(last: nn.Module, low: float, high: float, is_wrong: bool) -> None:
+    """Data that the last activation of the generator cannot return are a finding."""
+    found = [each for each in of_generator(last, low, high).findings() if each.rule == "output-range"]
+    assert brief(found) == [("warning", "output-range", "generator.1")] * is_wrong

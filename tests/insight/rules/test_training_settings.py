@@ -300,6 +300,7 @@ def test_label_smoothing(smoothing: str, alarm: int) -> None:
         ([1e-6 * (row + 1) for row in range(8)], None, 1e-3, 0),  # a run without a limit
         ([2e-5 * (row + 1) for row in range(8)], 71, 1e-3, 0),
         ([1e-6, 2e-6, 3e-6, 4e-6, 4e-6, 3e-6, 2e-6, 1e-6], 71, 1e-3, 0),  # another schedule
+        ([1e-6] * 4 + [8e-6] * 4, 71, 1e-3, 1),  # one step in each epoch
         ([48**-0.5 * (10 * row + 1) * 400**-1.5 for row in range(8)], 71, 1.0, 0),  # a formula and its factor
     ],
 )
@@ -311,7 +312,36 @@ def test_a_warm_up_that_is_longer_than_the_run(
     about = {"groups": [{"initial_lr": given}], "planned_steps": planned}
     found = run({"fc": {"rms": 1.0}}, None, {**trained("fc"), **parameters}, about=about)
     assert brief(found) == [("warning", "warmup-too-long", "")] * alarm
-    assert all("to 8e-06 at step 70 of 71: that is 0.8% of the 0.001 that" in each.verdict for each in found)
+    assert all("to 8e-06 at step 70 of 71: that is 0.008 × the 0.001 that" in each.verdict for each in found)
+
+
+@pytest.mark.parametrize(
+    ("rates", "about", "words"),
+    [
+        ([1e-6 * 0.9**row for row in range(8)], {"planned_steps": 71}, "the learning rate is at most 1e-06 in all 8 "),
+        ([1e-6] * 8, {"planned_steps": 71}, "the learning rate is 1e-06 in all 8 records: that is 0.001 × the 0.001"),
+        ([1e-6] * 8, {"planned_steps": 200}, ""),
+        ([1e-6] * 8, {"epoch": 3}, "the learning rate is 1e-06 in all 8 records"),  # manual optimization
+        ([1e-6] * 8, {"epoch": 1}, ""),
+        ([1e-4] * 8, {"planned_steps": 71}, ""),
+    ],
+)
+def test_a_learning_rate_far_below_the_given_one(rates: list[float], about: dict[str, int], words: str) -> None:
+    """A rate that a schedule keeps far below the one of the optimizer is a finding, if the run ends like this."""
+    parameters = {"fc/weight": {**trained("fc")["fc/weight"], "learning_rate": rates}}
+    known = {"groups": [{"initial_lr": 1e-3}], **about}
+    found = run({"fc": {"rms": 1.0}}, None, {**trained("fc"), **parameters}, about=known)
+    assert brief(found) == [("warning", "warmup-too-long", "")] * bool(words)
+    assert all(words in each.verdict for each in found)
+
+
+def test_weights_of_zero_are_no_gradients_that_were_cleared() -> None:
+    """If all weights are zero, they stop the gradients of each other, and the loop is not blamed."""
+    for value, rule in ((0.0, "constant-weight"), (1.0, "nothing-moves")):
+        parameters = network(*"ab", **{name: trained(name, grad=0.0, rms=value, std=value) for name in "ab"})
+        found = {each.rule for each in run(None, {"a": {"rms": 1.0}}, parameters)}
+        assert rule in found
+        assert not {"constant-weight", "nothing-moves"} - {rule} & found
 
 
 @pytest.mark.parametrize(

@@ -221,3 +221,51 @@ def test_samples_that_are_exchanged_before_the_model(
     """Outputs of exchanged samples must go back to their places, or the targets be exchanged, too."""
     found = trained_step(Exchanged(given), rows, classes)
     assert brief(found) == [("warning", "exchanged-samples", "")] * is_wrong
+
+
+class Skip(nn.Module):
+    """The decoder of a U-Net, which joins two tensors along a dimension."""
+
+    def __init__(self, join: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.down, self.up, self.head, self.join = nn.Conv1d(6, 4, 1), nn.Conv1d(4, 4, 1), nn.LazyConv1d(3, 1), join
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = self.down(x)
+        output: Tensor = self.head(self.join(self.up(F.relu(skip)), skip)).mean(2)[:8]
+        return output
+
+
+@pytest.mark.parametrize(
+    ("join", "is_wrong"),
+    [
+        (lambda up, skip: torch.cat([up, up], 1), True),
+        (lambda up, skip: torch.cat([up, skip], 1), False),
+        (lambda up, skip: torch.cat([up, up], 0), False),  # twice the samples
+        (lambda up, skip: torch.cat([up[:, :1], up[:, :1]], 1), False),
+        (lambda up, skip: torch.cat([torch.ones(8, 2, 5)] * 2, 1), False),
+    ],
+)
+def test_a_tensor_that_is_joined_with_itself(join: Callable[[Tensor, Tensor], Tensor], is_wrong: bool) -> None:
+    """The output of a layer beside itself is a finding; copies of samples, single channels and constants are not."""
+    net = Skip(join)
+    net(series)
+    found = [each for each in examine(net, F.cross_entropy, series, classes) if each.rule == "joined-with-itself"]
+    assert brief(found) == [("warning", "joined-with-itself", "net")] * is_wrong
+    assert all("the output [8, 4, 5] of the conv1d in net.up" in each.verdict for each in found)
+
+
+@pytest.mark.parametrize(
+    ("shape", "function", "is_wrong"),
+    [
+        ((8, 3, 8, 8), lambda x: x.view(8, 4, 48), True),
+        ((8, 3, 8, 8), lambda x: x.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5).reshape(8, 4, 48), False),
+        ((8, 3, 8, 8), lambda x: x.view(8, 24, 8), False),  # rows of pixels
+        ((8, 1, 8, 8), lambda x: x.view(8, 4, 16), False),  # runs of two rows of pixels
+    ],
+)
+def test_patches_that_a_view_makes(shape: tuple[int, ...], function: Function, is_wrong: bool) -> None:
+    """A view of an image does not make patches: its rows are runs of pixels of one channel."""
+    found = examine(Shaped(function), lambda y, target: (y.mean() - target.mean()).square(), torch.randn(shape), rows)
+    assert brief(found) == [("warning", "exchanged-by-view", "net")] * is_wrong
+    assert all("no patches of 4 × 4 pixels" in each.verdict for each in found)
