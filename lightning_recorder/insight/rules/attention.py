@@ -18,6 +18,7 @@ from lightning_recorder.insight.recorded_step import LOSSES, RecordedStep, found
 from lightning_recorder.insight.recorded_step import listed as listed_shape
 from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.insight.rules.blocks import attention_layers
+from lightning_recorder.insight.rules.small_updates import FEWEST_VALUES, TOLERANCE, are_new
 from lightning_recorder.records.table import Floats
 
 _ANY = ("any",)
@@ -555,7 +556,8 @@ def _repeats_one(node: Node, length: int) -> bool:
     why="The scores are not scaled, or twice: before the function and in it.",
     next="Divide the scores by the square root of the features of a head, once.",
     false_alarms="Models without a scale whose initialization makes up for it, such as T5: their scores are not large. "
-    "A single factor of 1/features, as in muP, is no second one.",
+    "The initialization of torch makes up for nothing, so that smaller scores count then. A single factor of "
+    "1/features, as in muP, is no second one.",
     needs=("activations", GRAPH),
     records=2,
     explains=dict.fromkeys(
@@ -567,7 +569,7 @@ def _repeats_one(node: Node, length: int) -> bool:
     ),
 )
 def attention_scale(
-    evidence: Evidence, *, factor: float = 1.9, spread: float = 2.5, close: float = 0.05
+    evidence: Evidence, *, factor: float = 1.9, spread: float = 2.5, of_new: float = 1.2, close: float = 0.05
 ) -> Iterator[Finding]:
     """Yield attention that is scaled twice, and unscaled attention with large scores from the first record on."""
     layers = layers_of(evidence, evidence.heads)
@@ -583,7 +585,12 @@ def attention_scale(
         whole = float(np.prod(factors)) if factors else 1.0
         spreads = [each.attention_logit_std[0] for each in heads if len(each.attention_logit_std)]
         first = float(np.median(spreads)) if spreads else 0.0
-        if whole >= factor * usual and first >= spread:
+        least = spread
+        if of_new <= first < spread and are_new(
+            evidence, FEWEST_VALUES, TOLERANCE, inside=name.rpartition(".")[0], record=0
+        ):
+            least = of_new
+        if whole >= factor * usual and first >= least:
             large.append((heads[0], whole / usual, first))
         if sum(abs(each / usual - 1) <= close for each in factors) >= 2 and abs(whole / usual**2 - 1) <= close:
             twice.append((heads[0], size))

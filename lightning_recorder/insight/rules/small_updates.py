@@ -186,8 +186,8 @@ def largest_ratio(evidence: Evidence, records: int) -> float:
     return max((float(np.median(each)) for each in ratios if len(each) >= records), default=0.0)
 
 
-def are_new(evidence: Evidence, numel: int, tolerance: float) -> bool:
-    """Return True if most weights still have the uniform distribution of new torch layers in the last record.
+def are_new(evidence: Evidence, numel: int, tolerance: float, *, inside: str = "", record: int = -1) -> bool:
+    """Return True if most weights have the uniform distribution of new torch layers, by default in the last record.
 
     The largest value of a uniform distribution is √3 × the rms. Training makes a few values larger.
 
@@ -195,12 +195,14 @@ def are_new(evidence: Evidence, numel: int, tolerance: float) -> bool:
         evidence: The evidence.
         numel: The least number of values of a compared weight.
         tolerance: The largest relative difference from √3 × the rms.
+        inside: The module around the weights; empty for the whole model.
+        record: The place of the record.
     """
     last = []
     for each in evidence.weights:
         found, _ = each.columns("min", "max", "rms")
-        if len(found[0]) and each.numel >= numel:
-            last.append([float(values[-1]) for values in found])
+        if len(found[0]) and each.numel >= numel and f"{each.module}.".startswith(f"{inside}." if inside else ""):
+            last.append([float(values[record]) for values in found])
     uniform = [abs(max(-low, high) / rms / np.sqrt(3) - 1) < tolerance for low, high, rms in last if rms > 0]
     return bool(sum(uniform) > len(last) / 2)
 

@@ -527,12 +527,17 @@ def _() -> Iterator[Evidence]:
         yield scaled(factor, spread, size)
     for times in (1.5, 3.0):
         yield scaled(times / 4, 4.0, 16)
+    for std, wider in ((0.9, 1.0), (1.8, 1.0), (1.8, 1.5)):
+        yield scaled(1.0, std, 16, wider=wider)
     for off in (1.0, 1.03, 1.07):
         yield scaled(off / 4, 1.0, 16, twice=True)
 
 
-def scaled(factor: float, spread: float, size: int, *, twice: bool = False) -> Evidence:
-    """Return the evidence of attention whose scores have a factor and vary by this much."""
+def scaled(factor: float, spread: float, size: int, *, twice: bool = False, wider: float = 0.0) -> Evidence:
+    """Return the evidence of attention whose scores have a factor and vary by this much.
+
+    With ``wider``, it has a weight that is distributed as in new layers, but for this factor of its largest value.
+    """
 
     class Attention(torch.nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -541,7 +546,11 @@ def scaled(factor: float, spread: float, size: int, *, twice: bool = False) -> E
 
     graph = capture_graph(torch.nn.Sequential(Attention()), torch.randn(2, 2, 5, size))
     layer: dict[str, Sequence[Values]] = {"0.scaled_dot_product_attention": [{"logit_std": spread}]}
-    return parts(layer, graph=graph).evidence()
+    found = parts(layer, graph=graph)
+    if wider:
+        values = {key: float(value) for key, value in uniform(wider=wider)["a/weight"].items()}  # type: ignore[arg-type]
+        found.add(record("parameters", 0, {("0.q", "weight"): values}))
+    return found.evidence()
 
 
 @cases("router-collapse")
