@@ -563,7 +563,7 @@ def _repeats_one(node: Node, length: int) -> bool:
     explains=dict.fromkeys(
         (
             *("attention-collapse", "one-hot-heads", "attention-scores-grow", "unlike-siblings", "sudden-change"),
-            "odd-block",
+            *("odd-block", "odd-attention"),
         ),
         _ANY,
     ),

@@ -634,7 +634,7 @@ def _() -> Iterator[Evidence]:
     ):
         new = uniform(wider=wider, grad=norm / 16, update_ratio=ratio)
         yield case(None, None, new, about=about, records=records)
-    new = uniform(grad=150.0 / 16, update_ratio=7.5e-5)
+    new = uniform(grad=150.0 / 16, update_ratio=7.5e-5, wider=1.5)
     yield case(None, None, new, about=about, records=10, shapes=shape_of("a", 10, 20))
 
 
@@ -914,7 +914,7 @@ def _() -> Iterator[Evidence]:
     for ratio, wider in ((2.25e-5, 1.0), (4.5e-5, 1.0), (2.25e-5, 1.075), (2.25e-5, 1.0375)):
         yield case(None, None, uniform(update_ratio=ratio, wider=wider))
     yield case(None, None, uniform(update_ratio=2.25e-5, learning_rate=last(2, 1.8, 1.0)))
-    yield case(None, None, uniform(update_ratio=2.25e-5), shapes=shape_of("a", 10, 20))
+    yield case(None, None, uniform(update_ratio=2.25e-5, wider=1.5), shapes=shape_of("a", 10, 20))
     for apart in (7.5e-4, 1.5e-3):
         yield case(None, None, weight(update_ratio=7.5e-7, grad=[1e-3, 1e-3 * (1 + apart)] * 4))
 
