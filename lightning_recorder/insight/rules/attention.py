@@ -18,6 +18,7 @@ from lightning_recorder.insight.recorded_step import LOSSES, RecordedStep, found
 from lightning_recorder.insight.recorded_step import listed as listed_shape
 from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.insight.rules.blocks import attention_layers
+from lightning_recorder.insight.rules.sequences import treats_positions_alike
 from lightning_recorder.insight.rules.small_updates import FEWEST_VALUES, TOLERANCE, are_new
 from lightning_recorder.records.table import Floats
 
@@ -462,6 +463,44 @@ def own_key_hidden(
     if found and _predicts_next(evidence, persistence, targets):
         verdict = f"the mask of {found[0].module} hides the position of the query itself beside those behind it"
         yield found[0].found(verdict, "attention_own", others=_others(found), share=float(found[0].attention_own[-1]))
+
+
+@rule(
+    "first-token-is-read",
+    statistic="position whose output is read behind a stack in which all attention is causal",
+    usual="the last position of each sequence, or a mean over the positions",
+    why="With a causal mask, the first position sees itself alone, so that the output does not depend on the others. A "
+    "classification token in front is for models without such a mask.",
+    next="Read the output at the last token of each sequence, or leave the mask out.",
+    false_alarms="Models that read other positions, too, or in which another operation than those of a transformer may "
+    "have moved the positions, are left out.",
+    needs=("activations", GRAPH),
+    records=2,
+    explains=dict.fromkeys(("constant-input", "collapsed-embedding", "one-class-predicted", "loss-of-a-guess"), _ANY),
+)
+def first_token_is_read(evidence: Evidence, *, persistence: int = 2, positions: int = 4) -> Iterator[Finding]:
+    """Yield a finding if only the first position of the output of causal attention is read."""
+    layers = [heads[0] for heads in layers_of(evidence, evidence.heads).values()]
+    step = step_of(evidence)
+    attention = [last.id for last, _ in attention_layers(step)]
+    if not layers or len(attention) != len(layers):
+        return
+    if not all(_none_above(_last(each, "attention_future", persistence), 0.0) for each in layers):
+        return
+    for node in step.operations:
+        shape, source = shape_of(node), step.behind(node)
+        if source is None or not shape or len(shape) != 3 or shape[1] < positions or node.id < attention[-1]:
+            continue
+        index, readers = setting(node, "index").replace(" ", ""), list(step.readers(source))
+        if node.name != "getitem" or not re.fullmatch(r":,(0|:1)(,:|,\.\.\.)?", index) or readers != [node]:
+            continue
+        between = step.ancestors(node) - step.ancestors(step.graph[attention[-1]])
+        if all(treats_positions_alike(step, each, shape[1]) for each in step.operations if each.id in between):
+            verdict = (
+                f"{step.place(node)} reads the output at the first of {shape[1]} positions alone, and all attention "
+                "before it has a causal mask: the first position sees no other one"
+            )
+            yield found_in(evidence, step.owner(node), verdict, positions=shape[1])
 
 
 @rule(

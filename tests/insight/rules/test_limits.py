@@ -41,7 +41,16 @@ from tests.insight.rules.test_operations import Shaped, Step, mlp, rows
 from tests.insight.rules.test_optimization import by, of_student
 from tests.insight.rules.test_own_targets import of_views
 from tests.insight.rules.test_progress import run_of_errors, run_of_shares
-from tests.insight.rules.test_sequences import Numbered, Scaled, counted, loss_of_tokens, padded, with_factor
+from tests.insight.rules.test_sequences import (
+    Numbered,
+    Scaled,
+    counted,
+    first_token,
+    loss_of_tokens,
+    padded,
+    read_by,
+    with_factor,
+)
 from tests.insight.rules.test_target_sources import of_adversaries, of_ends, of_tokens
 from tests.insight.rules.test_targets import of_numbers
 from tests.insight.rules.test_wiring import Codes
@@ -519,6 +528,14 @@ def _() -> Iterator[Evidence]:
     for records in (1, 2):
         yield heads({"alike": 1.0}, records=records)
     yield heads({"alike": 0.7})
+
+
+@cases("first-token-is-read")
+def _() -> Iterator[Evidence]:
+    for length, records in ((4, 2), (3, 2), (6, 2), (4, 1)):
+        yield read_by(first_token, length=length, records=records).evidence()
+    for number in (1, 2, 3):
+        yield read_by(first_token, future=last(number, 0.0, 0.1)).evidence()
 
 
 @cases("attention-scale")
