@@ -158,10 +158,28 @@ def same_weights(node: Node, graph: Graph) -> str:
 
 
 def unused(node: Node, graph: Graph) -> str:
-    """Return ``not used for the loss`` or ``not used for the output`` for a call with an unused result, else ""."""
+    """Return ``not used for the loss`` or ``not used for the output`` for a call with an unused result, else "".
+
+    For a call that represents several modules, some of which got no gradient, the text names the first of these.
+    """
+    if node.kind != "module" or graph.children(node):
+        return ""
     kinds = {each.kind for each in graph.nodes} & {"backward", "output"}
-    alone = node.kind == "module" and node.outputs and not graph.out_of(node) and not graph.children(node)
-    return f"not used for the {'loss' if 'backward' in kinds else 'output'}" if alone and kinds else ""
+    text = f"not used for the {'loss' if 'backward' in kinds else 'output'}"
+    if kinds and node.outputs and not graph.out_of(node):
+        return text
+    idle = _without_gradient(node, graph) if kinds and node.members else []
+    if not idle or len(idle) == len(node.members):
+        return ""
+    around = next((call.name for call in graph.ancestors(node) if idle[0].startswith(f"{call.name}.")), "")
+    more = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
+    return f"{_shortened(idle[0].removeprefix(f'{around}.'))}{more}: {text}"
+
+
+def _without_gradient(node: Node, graph: Graph) -> list[str]:
+    """Return the names of the modules of a folded call whose parameters got no gradient."""
+    names = {each for name in graph.unused.parameters for each in (name, name.rpartition(".")[0])}
+    return [name for name in node.members if name in names]
 
 
 def tied_to(node: Node) -> str:

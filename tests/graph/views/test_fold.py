@@ -29,7 +29,7 @@ from lightning_recorder.graph import (
 from lightning_recorder.graph.renderers.labels import shown_dilations, shown_times, size
 from lightning_recorder.graph.views.own_tensors import own_tensors
 from lightning_recorder.graph.views.wiring import Siblings
-from tests.graph.nets import Net, X, bare, linear, stack
+from tests.graph.nets import Net, X, bare, linear, scaled, stack
 from tests.graph.outline import outline, text
 from tests.graph.random_nets import graphs
 from tests.graph.random_wirings import wirings
@@ -84,6 +84,29 @@ def test_twelve_blocks_are_drawn_once() -> None:
           add <- input first, add ×11 next, 0.inner.1 ×12
         """
     )
+
+
+def test_a_parameter_may_start_a_loop() -> None:
+    """A parameter that only the first step of a loop takes, as its initial state, stays outside of the loop."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        state = net.scale
+        for _ in range(4):
+            state = torch.tanh(x + state)
+        return state  # type: ignore[no-any-return]  # the attributes of a Net are not declared
+
+    graph = without(capture_graph(scaled(forward), X), "output")
+    view = fold_repeats(graph)
+    assert outline(view, model_tensors=True) == text(
+        """
+        input
+        scale
+        (module) [4 times]
+          add <- input ×4, scale first, tanh ×3 next
+          tanh <- add ×4
+        """
+    )
+    assert same_graph(unfold(view), graph)
 
 
 def test_parameters_do_not_keep_blocks_apart() -> None:
