@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_recorder.graph.model import IN_PLACE, RECOMPUTED, VMAPPED, Edge, Graph, Node
+from lightning_recorder.graph.views.constants import UPDATE
 from lightning_recorder.graph.views.dilations import dilations_in
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "with_all_times",
 ]
 
+_MOST_MODULES = 4  # the maximum number of modules that the node of an update lists
 _LONGEST_NAME = 60  # maximum number of characters
 _MOST_SHAPES = 2
 _MOST_DILATIONS, _MOST_UNSORTED = 4, 12
@@ -186,8 +189,20 @@ def tied_to(node: Node) -> str:
     """Return the names of the tensors that a node shares with other modules; empty if there are none."""
     if not node.tied:
         return ""
-    more = f" and {len(node.tied) - 1} more" if len(node.tied) > 1 else ""
-    return f"{'uses' if node.kind in ('op', 'backward') else 'tied to'} {_shortened(node.tied[0])}{more}"
+    names, most = (_outermost(node.tied), _MOST_MODULES) if node.note.endswith(UPDATE) else (node.tied, 1)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (
+        f"{'uses' if node.kind in ('op', 'backward') else 'tied to'} {', '.join(map(_shortened, names[:most]))}{more}"
+    )
+
+
+def _outermost(names: Sequence[str]) -> list[str]:
+    """Return the outermost modules, or tensors, that differ in the names of tensors."""
+    parts = [name.split(".") for name in names]
+    same = next(
+        (at for at, each in enumerate(zip(*parts, strict=False)) if len(set(each)) > 1), len(min(parts, key=len))
+    )
+    return [*dict.fromkeys(".".join(each[: same + 1]) for each in parts)]
 
 
 def shown_shapes(node: Node) -> str:
