@@ -39,7 +39,9 @@ def join_constants(graph: Graph) -> Graph:
     names: dict[int, list[str]] = {}
     for last in reversed(graph.nodes):
         is_free = last.kind == "op" and last.id in constant and target[last.id] == last.id
-        if is_free and not users.get(last.id, set()) <= constant:
+        # The functions of an outer call are joined on their own, also if a call inside it computes further from them.
+        onward = {each for each in users.get(last.id, ()) if graph[each].parent == last.parent}
+        if is_free and (onward != users.get(last.id, set()) or not onward <= constant):
             inside = _only_for(last, graph, users, constant)
             functions = [node.name for node in inside if node.kind == "op"]
             if len(functions) >= _LEAST:

@@ -60,6 +60,20 @@ def test_a_result_with_two_users_keeps_its_edges() -> None:
     assert users == ["cos", "mul"]
 
 
+def test_a_constant_that_a_call_computes_further_is_joined() -> None:
+    """Functions of a table are one node, also if the open call that takes the table computes further from it alone."""
+
+    def scale(net: Any, x: Tensor, table: Tensor) -> Tensor:
+        return net.fc(x) * table.neg()  # type: ignore[no-any-return]  # the attributes of a Net are not declared
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        table = torch.arange(4).mul(-0.5).exp().sqrt()
+        return net.inner(x, table)  # type: ignore[no-any-return]
+
+    view = fit_view(capture_graph(Net(forward, inner=Net(scale, fc=linear())), X))
+    assert _functions(view) == ["arange … sqrt", "neg", "mul"]
+
+
 def test_a_buffer_of_one_number_is_a_constant() -> None:
     """Functions of a scalar buffer are one node with it; those of a larger buffer stay apart."""
 

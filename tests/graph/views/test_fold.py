@@ -109,6 +109,24 @@ def test_a_parameter_may_start_a_loop() -> None:
     assert same_graph(unfold(view), graph)
 
 
+@pytest.mark.parametrize(("functions", "rounds"), [(6, 2), (5, 0)])
+def test_two_long_steps_of_functions_are_folded(functions: int, rounds: int) -> None:
+    """Two steps of at least six functions are one frame. Shorter steps may be alike by chance."""
+
+    def forward(_: Net, x: Tensor) -> Tensor:
+        state = x
+        for _round in range(2):
+            for number in range(functions - 1):
+                state = (torch.sin, torch.cos, torch.tanh, torch.exp, torch.neg)[number](state)
+            state = state + x
+        return state
+
+    graph = capture_graph(Net(forward), X)
+    view = fold_repeats(graph)
+    assert [node.repeats for node in view.nodes if node.repeats > 1] == [rounds] * (rounds > 0)
+    assert same_graph(unfold(view), graph)
+
+
 def test_parameters_do_not_keep_blocks_apart() -> None:
     """Blocks whose parameters are drawn are folded, although the parameters have different names."""
     graph = capture_graph(stack(12), X)
