@@ -140,14 +140,14 @@ def _details(finding: Finding, run: Run, place: Callable[[Path], str], out: Text
     rows = [("measured", finding.measured)] if finding.measured else []
     rows += [("healthy", finding.usual), *_bars(finding, out)]
     rows += [("why", finding.why), ("next", finding.next)]
-    if finding.others:
-        more = len(finding.others) - _FEW
-        names = ", ".join(printable(each, _LONGEST) for each in finding.others[:_FEW])
-        rows.append(("also", names + (f" and {more} more" if more > 0 else "")))
     steps = f"{_span(finding.first_step, finding.last_step)} ({counted(finding.records, 'record')})"
     others = [*finding.numbers.items()][bool(finding.measured) :]
     values = ", ".join(f"{printable(name)} {number(value)}" for name, value in others)
     rows.append(("rule", f"{finding.rule}, {steps}" + (f"; {values}" if values else "")))
+    if finding.others:
+        more = len(finding.others) - _FEW
+        names = ", ".join(printable(each, _LONGEST) for each in finding.others[:_FEW])
+        rows.append(("also", names + (f" and {more} more" if more > 0 else "")))
     rows.append(("show", _command(finding, run, place(run.log_dir))))
     script = run.directory / "incidents" / f"step-{finding.first_step}" / "replay.py"
     if finding.rule == "non-finite" and script.exists():
