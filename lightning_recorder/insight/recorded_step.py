@@ -16,6 +16,7 @@ from lightning_recorder.names import Site
 
 __all__ = [
     "ATTENTION",
+    "BINARY",
     "ELEMENTWISE",
     "LOSSES",
     "RecordedStep",
@@ -45,6 +46,7 @@ LOSSES = ELEMENTWISE | frozenset(
         *("multi_margin_loss", "multilabel_soft_margin_loss"),
     ]
 )
+BINARY = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
 # Functions that change at most the shape or the dtype, but not the values. Dropout is treated as such a function.
 _SAME_VALUES = re.compile(
     r"view|view_as|reshape|(un)?flatten|transpose|permute|movedim|swapaxes|(un)?squeeze|contiguous|clone|float|double|"

@@ -24,11 +24,14 @@ from lightning_recorder.insight.rules import (
     ranks,
     samples,
     scales,
+    sequences,
     small_updates,
+    target_sources,
     targets,
     training_settings,
     training_step,
     uncalled,
+    wiring,
 )
 
 __all__ = ["RULES"]
@@ -43,7 +46,10 @@ _FILES = (
     loss_terms,
     own_targets,
     operations,
+    sequences,
+    wiring,
     targets,
+    target_sources,
     attention,
     blocks,
     experts,

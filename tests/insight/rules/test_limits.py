@@ -37,23 +37,14 @@ from tests.insight.rules.test_classes import of_an_ignored_class, run_of_classes
 from tests.insight.rules.test_latent import Autoencoder, noise_of_a_shape
 from tests.insight.rules.test_losses import of_overlap, of_pairs
 from tests.insight.rules.test_normalization import momentum_of, of_a_norm
-from tests.insight.rules.test_operations import (
-    Codes,
-    Numbered,
-    Scaled,
-    Shaped,
-    Step,
-    counted,
-    loss_of_tokens,
-    mlp,
-    padded,
-    rows,
-    with_factor,
-)
+from tests.insight.rules.test_operations import Shaped, Step, mlp, rows
 from tests.insight.rules.test_optimization import by, of_student
 from tests.insight.rules.test_own_targets import of_views
 from tests.insight.rules.test_progress import run_of_errors, run_of_shares
-from tests.insight.rules.test_targets import of_adversaries, of_ends, of_numbers, of_tokens
+from tests.insight.rules.test_sequences import Numbered, Scaled, counted, loss_of_tokens, padded, with_factor
+from tests.insight.rules.test_target_sources import of_adversaries, of_ends, of_tokens
+from tests.insight.rules.test_targets import of_numbers
+from tests.insight.rules.test_wiring import Codes
 from tests.insight.test_odd_blocks import Stage
 
 CASES: dict[str, Callable[[], Iterator[Evidence]]] = {}
