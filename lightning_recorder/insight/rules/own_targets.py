@@ -148,8 +148,8 @@ def _optimizers(step: RecordedStep, term: Node) -> set[int]:
     usual="different ones",
     why="Both views are the same tensor, so that the loss compares each sample with itself.",
     next="Draw an augmentation for each view: transform(x), transform(x).",
-    false_alarms="Inputs that the step compares with the output, as those of an autoencoder, pass no layer. Dropout in "
-    "the encoder makes the two outputs of the same input differ: such a step is left out.",
+    false_alarms="Inputs that are also the target, as of an autoencoder, are left out, and steps with dropout, which "
+    "makes the two outputs of the same input differ.",
     needs=("activations", GRAPH),
     records=4,
     is_lasting=True,
@@ -159,6 +159,8 @@ def equal_views(evidence: Evidence) -> Iterator[Finding]:
     step = step_of(evidence)
     if any("dropout" in node.name and setting(node, "p") not in ("0", "0.0") for node in step.operations):
         return
+    sides = [side for node in step.operations if step.is_loss(node) for side in step.sources(node)]
+    targets = {each for side in sides if step.roots[side.id] == {"input"} for each in (side.id, *step.ancestors(side))}
     readers: dict[int, list[Node]] = {}
     for node in step.operations:
         sources, first = step.sources(node), step.behind(node)
@@ -172,7 +174,8 @@ def equal_views(evidence: Evidence) -> Iterator[Finding]:
         columns, steps = one.columns("mean", "std", "min", "max")
         others, _ = other.columns("mean", "std", "min", "max")
         if (
-            one.site == other.site
+            targets & {each.id for each in inputs}  # an autoencoder, or a sequence that is copied
+            or one.site == other.site
             or len(steps) < equal_views.records
             or not columns[1].all()
             or one.shape != other.shape
