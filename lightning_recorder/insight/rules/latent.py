@@ -60,11 +60,12 @@ def posterior_collapse(
 
 @rule(
     "uniform-noise",
-    statistic="random numbers that are multiplied by a scale which the model computes with exp, softplus or sqrt",
+    statistic="random numbers that are multiplied by a scale which the model computes with exp, softplus or sqrt, and "
+    "noise that is the target of a loss and a part of the input",
     usual="normal ones: randn_like",
-    why="rand and rand_like return numbers from 0 to 1, with a mean of 0.5. The KL divergence and the samples that are "
-    "decoded later are those of a normal distribution.",
-    next="Use torch.randn_like(std) in place of torch.rand_like(std).",
+    why="rand and rand_like return numbers from 0 to 1, with a mean of 0.5. The KL divergence, the schedule and the "
+    "samples that are drawn later are those of a normal distribution.",
+    next="Use torch.randn_like in place of torch.rand_like.",
     false_alarms="Random numbers between two ends, whose difference is the scale, and those that are transformed are "
     "left out.",
     needs=(GRAPH,),
@@ -72,9 +73,18 @@ def posterior_collapse(
     is_lasting=True,
 )
 def uniform_noise(evidence: Evidence) -> Iterator[Finding]:
-    """Yield products of uniform random numbers and a learned scale that are added to a learned mean."""
+    """Yield uniform random numbers that a learned scale multiplies, or that a model of diffusion has to predict."""
     step = step_of(evidence)
     for node in step.operations:
+        sides = step.sources(node)[:2] if step.signs.get(node.id) and step.is_loss(node) else []
+        noise = step.made_by(sides[-1]) if sides else node
+        if sides and noise.name in ("rand", "rand_like") and noise.id in step.ancestors(sides[0]):
+            verdict = (
+                f"the noise that the model gets and {node.name} in {step.place(node)} compares is that of "
+                f"{noise.name}, which returns numbers from 0 to 1 instead of normal ones"
+            )
+            yield found_in(evidence, step.owner(node), verdict)
+            return
         sources = step.sources(node) if node.name.strip("_") in ("mul", "rmul") else []
         for noise, scale in (sources, sources[::-1]) if len(sources) == 2 else ():
             is_scale = scale.id in step.trained and step.made_by(scale).name in ("exp", "softplus", "sqrt")

@@ -351,3 +351,29 @@ def test_noise_that_is_uniform(sample: Callable[[Tensor, Tensor], Tensor], is_wr
     found = [each for each in examination.findings() if each.rule == "uniform-noise"]
     assert len(found) == is_wrong
     assert all("is multiplied by rand_like" in each.verdict for each in found)
+
+
+class Denoiser(nn.Module):
+    """A step of diffusion, whose target is the noise."""
+
+    def __init__(self, noise: Callable[[Tensor], Tensor], *, is_seen: bool = True) -> None:
+        super().__init__()
+        self.net, self.noise, self.is_seen = nn.Linear(16, 16), noise, is_seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = self.noise(x)
+        seen = 0.6 * x + 0.8 * noise if self.is_seen else x
+        return nn.functional.mse_loss(self.net(seen), noise)
+
+
+@pytest.mark.parametrize(
+    ("noise", "is_seen", "is_wrong"),
+    [(torch.rand_like, True, True), (torch.randn_like, True, False), (torch.rand_like, False, False)],
+)
+def test_noise_of_diffusion_that_is_uniform(noise: Callable[[Tensor], Tensor], is_seen: bool, is_wrong: bool) -> None:
+    """Uniform noise that the model gets and has to predict is a finding; other random targets are not."""
+    x = torch.randn(16, 16)
+    with GraphCapture(model := Denoiser(noise, is_seen=is_seen), (x,)) as capture:
+        model(x).backward()
+    found = [each for each in Examination(capture.graph()).findings() if each.rule == "uniform-noise"]
+    assert len(found) == is_wrong
