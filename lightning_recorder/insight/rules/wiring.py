@@ -338,7 +338,7 @@ def joined_with_itself(evidence: Evidence) -> Iterator[Finding]:
         sources = step.sources(node) if node.name in ("cat", "concat", "concatenate") else []
         shape, joint = shape_of(node), node.outputs[0].shape if node.outputs else ()
         is_twice = len(node.inputs) == 2 and len({each.id for each in sources}) == 1
-        if not is_twice or sources[0].id not in step.trained or not shape:
+        if not is_twice or len(sources[0].outputs) != 1 or sources[0].id not in step.trained or not shape:
             continue
         place = next((place for place, sizes in enumerate(zip(shape, joint, strict=False)) if len(set(sizes)) > 1), 0)
         if place and shape[place] > 1:

@@ -259,6 +259,7 @@ class Skip(nn.Module):
         (lambda up, skip: torch.cat([up, up], 0), False),  # twice the samples
         (lambda up, skip: torch.cat([up[:, :1], up[:, :1]], 1), False),
         (lambda up, skip: torch.cat([torch.ones(8, 2, 5)] * 2, 1), False),
+        (lambda up, skip: torch.cat(up.split(2, 1), 1), False),  # two parts of one output
     ],
 )
 def test_a_tensor_that_is_joined_with_itself(join: Callable[[Tensor, Tensor], Tensor], is_wrong: bool) -> None:
