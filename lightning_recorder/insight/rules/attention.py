@@ -523,6 +523,7 @@ def equal_query_and_key(evidence: Evidence, *, persistence: int = 2, cosine: flo
 
 
 _ROTARY = re.compile(r"rotary|(?<![pu])rope")  # does not match "property"
+_FILLS = ("zeros", "zeros_like", "new_zeros", "full", "full_like")
 _POSITIONS = re.compile(r"(?<![mx])pos(ition|_|$|e[mn]|\d)|wpe$")  # not composition, posterior or transpose; wpe: GPT-2
 
 
@@ -533,14 +534,15 @@ _POSITIONS = re.compile(r"(?<![mx])pos(ition|_|$|e[mn]|\d)|wpe$")  # not composi
     why="All positions have the same encoding: their indices are the same, or the values do not depend on them. Then "
     "attention cannot tell where a token is.",
     next="Print the position ids of a batch. They should count up to the length of the sequence.",
-    false_alarms="Sequences of fewer than four positions do not count. Modules are found by their names or classes.",
+    false_alarms="Sequences of fewer than four positions do not count. Modules are found by their names or classes. "
+    "Indices of zero that the code of an installed package makes are left out.",
     needs=("activations",),
     records=2,
     explains={"unlike-siblings": _ANY},
 )
 def constant_positions(evidence: Evidence, *, persistence: int = 2, positions: int = 4) -> Iterator[Finding]:
     """Yield the modules that encode all positions alike: constants, and embeddings with a single used row."""
-    encodings: dict[str, list[View]] = {}
+    step, encodings = step_of(evidence), dict[str, list[View]]()
     for view in evidence.outputs:
         is_rotary = _ROTARY.search(f"{view.kind} {view.module}".lower()) is not None
         if (is_rotary or _has_positions(view.module)) and len(view.shape) > 1:
@@ -562,7 +564,9 @@ def constant_positions(evidence: Evidence, *, persistence: int = 2, positions: i
         rows = node.inputs[1].shape[0] * (
             1 - _last(evidence.parameter(name, "weight").gradient, "zero_fraction", persistence)
         )
-        if length < positions:
+        # A model of a package may switch its embedding of positions off, if its tokens already have another one.
+        indices = [each for each in map(step.made_by, step.sources(node)) if each.name in _FILLS]
+        if length < positions or any(step.is_packaged(each.source) for each in indices):
             continue
         if len(rows) and all(0 < each < 1.5 for each in rows):
             verdict = (
