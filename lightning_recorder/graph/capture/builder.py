@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_recorder.graph.capture.call_arguments import Given, describe_arguments
+from lightning_recorder.graph.capture.function_calls import installed_packages
 from lightning_recorder.graph.model import IN_PLACE, Edge, Graph, Kind, Node, TensorMeta
 from lightning_recorder.graph.unused import Unused
 from lightning_recorder.internals.autograd import without_class
@@ -311,7 +312,9 @@ class GraphBuilder:
         used = {each.source for each in edges}
         # A tensor that only callbacks used has no edge.
         drafts = [each for each in drafts if each.id in used or each.kind not in _FROM_OUTSIDE]
-        return Graph(tuple(_frozen(Node, drafts)), tuple(_frozen(Edge, edges)), scope, parameters, unused=unused)
+        packages = installed_packages({each.source for each in drafts})
+        nodes, arrows = tuple(_frozen(Node, drafts)), tuple(_frozen(Edge, edges))
+        return Graph(nodes, arrows, scope, parameters, unused=unused, packages=packages)
 
     def _note_in_place(self, drafts: Sequence[Draft], edges: Iterable[_DraftEdge]) -> None:
         """Mark functions that wrote to one of their inputs, and module calls that consist of one such function.

@@ -239,7 +239,7 @@ def _repetition(node: Node, graph: Graph) -> str:
 def _sign(node: Node, graph: Graph) -> str:
     """Return a label with ``+`` or ``×`` for a plain addition or multiplication of tensors, else ""."""
     into = graph.into(node)
-    several = len(into) > 1 or sum(labels.times(edge, graph) for edge in into) > 1
+    several = len(into) > 1 or any(edge.relates("all") or labels.times(edge, graph) > 1 for edge in into)
     is_plain = node.kind == "op" and several and node.repeats == 1 and not (node.parameters or node.remark)
     text = _SIGNS.get(node.name, "") if is_plain else ""
     text += "=" if text and node.note == IN_PLACE else ""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from lightning_recorder.graph.model import IN_PLACE, RECOMPUTED, VMAPPED, Edge, Graph, Node
 from lightning_recorder.graph.views.constants import UPDATE
 from lightning_recorder.graph.views.dilations import dilations_in
+from lightning_recorder.graph.views.forms import parameter_counts
 
 __all__ = [
     "caption",
@@ -122,12 +123,15 @@ def shown_class(node: Node) -> str:
 def size(node: Node) -> str:
     """Return the number of parameters of a module and its submodules, with the number of used ones if some are unused.
 
+    For a folded call of modules with different numbers, the smallest and the largest number are returned.
     ``the same each time`` is added if all repetitions of an enclosing folded node have the same parameters. The text is
     empty if there are no parameters.
     """
-    total = node.total_parameters or node.parameters
+    least, *most = parameter_counts(node)
+    if most:
+        return f"{short_count(least)}…{short_count(most[0])} parameters"
     again = ", the same each time" if node.shared and node.repeats == 1 else ""
-    return _counts(total, node.used_parameters) + again if total else ""
+    return _counts(least, node.used_parameters) + again if least else ""
 
 
 def _counts(total: int, used: int | None) -> str:

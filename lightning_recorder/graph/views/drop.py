@@ -20,6 +20,7 @@ __all__ = [
     "drop_isolated",
     "drop_zeros",
     "hide",
+    "join_sums",
     "without",
 ]
 
@@ -72,6 +73,9 @@ PLUMBING = frozenset(
 # Names that libraries use, in the paths of inputs and outputs, for the states of earlier tokens: ``past_key_values`` or
 # ``cache_params``.
 _CACHE = re.compile(r"(?<![a-z])(past_key_values?|caches?)(?![a-z])")
+
+_ZERO = (("other", "0"),)  # the arguments of an addition of 0
+_LEAST_SUM = 4  # minimum number of additions to join, not counting additions of 0
 
 _LONGEST_INDEX = 14  # the maximum number of characters of an index that is shown at an edge
 
@@ -142,12 +146,58 @@ def drop_zeros(graph: Graph) -> Graph:
     kept_ids = summed | {end for edge in graph.edges if edge.across for end in (edge.source, edge.target)}
     past: dict[int, Edge] = {}
     for node in graph.nodes:
-        is_zero = node.kind == "op" and node.name == "add" and node.arguments == (("other", "0"),)
+        is_zero = node.kind == "op" and node.name == "add" and node.arguments == _ZERO
         if is_zero and not (node.remark or node.failed) and len(graph.into(node)) == 1 and node.id not in kept_ids:
             past[node.id] = _led_past(graph.into(node)[0], past, graph)
     kept = [node for node in graph.nodes if node.id not in past]
     edges = [_led_past(edge, past, graph) for edge in graph.edges if edge.target not in past]
     return rebuilt(graph, kept, {node.id: node.id for node in kept}, edges) if past else graph
+
+
+def join_sums(graph: Graph) -> Graph:
+    """Join four or more additions, each of which only the next one takes, into one addition of all tensors.
+
+    The tensors are in execution order, as in the sum of the terms of a loss.
+
+    Args:
+        graph: A view, folded or not. Additions that pass a tensor from one repetition to another are kept.
+    """
+    related = {end for edge in graph.edges if edge.across for end in (edge.source, edge.target)}
+    users: dict[int, list[Edge]] = {}
+    for edge in graph.edges:
+        users.setdefault(edge.source, []).append(edge)
+    chains: dict[int, list[int]] = {}
+    """By last addition: all additions of a sum."""
+    for node in graph.nodes:
+        is_plain = node.name == "add" and node.arguments in ((), _ZERO) and not (node.remark or node.failed)
+        if node.kind != "op" or not is_plain or node.id in related:
+            continue
+        before = [
+            edge.source
+            for edge in graph.into(node)
+            if edge.source in chains
+            and len(users[edge.source]) == edge.multiplicity == 1
+            and _place(graph[edge.source]) == _place(node)
+        ]
+        chains[node.id] = [each for one in before for each in chains.pop(one)] + [node.id]
+    target = {node.id: node.id for node in graph.nodes}
+    for last, chain in chains.items():
+        entering = [edge for each in chain for edge in graph.into(graph[each]) if edge.source not in chain]
+        if sum(edge.multiplicity for edge in entering) > _LEAST_SUM:
+            target |= dict.fromkeys(chain, last)
+    if all(one == other for one, other in target.items()):
+        return graph
+    place = {node.id: number for number, node in enumerate(graph.nodes)}
+    sums = {last for each, last in target.items() if each != last}
+    edges = sorted(graph.edges, key=lambda edge: place[edge.source] + 1 if target[edge.target] in sums else 0)
+    kept = [
+        replace(node, arguments=()) if node.id in sums else node for node in graph.nodes if target[node.id] == node.id
+    ]
+    return rebuilt(graph, kept, target, edges)
+
+
+def _place(node: Node) -> tuple[object, ...]:
+    return node.parent, node.scope, node.note, node.repeats
 
 
 def drop_caches(graph: Graph) -> Graph:

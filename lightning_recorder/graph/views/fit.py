@@ -22,6 +22,7 @@ from lightning_recorder.graph.views.drop import (
     drop_isolated,
     drop_zeros,
     hide,
+    join_sums,
     without,
 )
 from lightning_recorder.graph.views.fold import contents_of, fold_by_forms
@@ -54,10 +55,12 @@ def fit_view(
     Isolated tensors, the parameters and buffers of closed calls, functions that compute nothing (:data:`PLUMBING`), and
     functions whose results reach neither an output nor the loss are removed. So are functions that compute one number
     only from numbers, and the keys and values that are returned for a later call. Four or more functions that compute a
-    constant become one node, and repeated blocks are folded. Then the greatest depth at which the view fits is used.
+    constant become one node, so do the additions of a sum of five or more tensors, and repeated blocks are folded. Then
+    the greatest depth at which the view fits is used.
 
-    Two rules apply without ``depth``. A block of five or more parts is closed if nearly each part takes the results of
-    all parts before it. A module with more than half of the parameters is opened further as long as the view fits.
+    Three rules apply without ``depth``. A block of five or more parts is closed if nearly each part takes the results
+    of all parts before it. A module with more than 80 functions and less than half of the parameters is closed. A
+    module with more than half of the parameters is opened further as long as the view fits.
 
     If the view has less than half of ``max_nodes``, the first closed block of each kind is opened as an example,
     together with equal blocks. With its examples, the view has at most two thirds of ``max_nodes``. If not even the
@@ -74,7 +77,7 @@ def fit_view(
             that call other modules show theirs. True also shows unused results, since they may update a buffer.
         shapes: Show the functions that only change shapes.
         all: Show the functions that only change shapes, the functions whose results reach neither an output nor the
-            loss, and each function that computes a constant or a number.
+            loss, and each function that computes a constant, a number or a part of a sum.
 
     Raises:
         ArgumentError: If ``max_nodes`` or ``depth`` is below 1.
@@ -227,7 +230,11 @@ def _essential(graph: Graph, folded: Callable[[Graph], Graph], *, shapes: bool, 
     used = shown if dead else drop_dead_ends(shown)
 
     def joined(view: Graph) -> Graph:
-        return folded(view if constants else join_constants(join_updates(view if dead else drop_numbers(view))))
+        if constants:
+            return folded(view)
+        view = folded(join_constants(join_updates(view if dead else drop_numbers(view))))
+        summed = join_sums(view)
+        return view if summed is view else folded(summed)
 
     view = joined(used)
     # Functions without edges are not counted as unused: they only update a hidden buffer, such as a batch count.

@@ -323,6 +323,23 @@ def test_a_dense_block_is_one_node(layers: int) -> None:
     assert ("part0" in {node.name.rpartition(".")[2] for node in view.nodes}) == (layers == 4)
 
 
+@pytest.mark.parametrize(("functions", "is_closed"), [(81, True), (80, False)])
+def test_a_call_of_many_functions_is_closed(functions: int, is_closed: bool) -> None:
+    """A part with more than eighty functions is one node, unless it has at least half of the parameters."""
+
+    def part(net: Any, x: Tensor) -> Tensor:
+        x = net.fc(x)
+        for number in range(functions):
+            x = (torch.sin, torch.cos, torch.tanh)[number * number % 7 % 3](x)
+        return x
+
+    small, large = Net(part, fc=linear()), Net(part, fc=linear(), act=nn.ReLU())
+    graph = _with_output(nn.Sequential(small, nn.Linear(4, 40), nn.Linear(40, 4)))
+    assert ("0.fc" in {node.name for node in fit_view(graph).nodes}) is not is_closed
+    assert "0.fc" in {node.name for node in fit_view(graph, depth=3).nodes}
+    assert "0.fc" in {node.name for node in fit_view(_with_output(nn.Sequential(large))).nodes}
+
+
 def test_a_table_for_all_blocks_makes_no_dense_block() -> None:
     """A chain of blocks that all take the result of one other part is drawn as it is."""
 

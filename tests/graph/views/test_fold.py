@@ -1168,6 +1168,27 @@ def test_dilations_that_differ(by_function: bool) -> None:
     assert shown_dilations(conv, view) == "dilation 1, 2, 4, 8"
 
 
+@pytest.mark.parametrize(
+    ("columns", "drawn", "sizes"),
+    [
+        ([4] * 9, ["×9 side by side"], ["12…44 parameters"]),
+        ([4] * 8 + [5], ["×8 side by side", ""], ["12…40 parameters", "55 parameters"]),
+    ],
+)
+def test_embeddings_with_other_numbers_of_rows(columns: Sequence[int], drawn: list[str], sizes: list[str]) -> None:
+    """Tables of categories are equal if only their numbers of rows differ. Their sizes are shown as a range."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return torch.cat([table(x) for table in net.tables], 1)
+
+    tables = nn.ModuleList(nn.Embedding(3 + row, size) for row, size in enumerate(columns))
+    graph = fold_repeats(hide(bare(Net(forward, tables=tables), torch.tensor([0, 1]))))
+    calls = [node for node in graph.nodes if node.type_name == "Embedding"]
+    assert [shown_times(node) for node in calls] == drawn
+    assert [size(node) for node in calls] == sizes
+    assert Graph.from_json(graph.to_json()) == graph
+
+
 def test_a_padding_that_does_not_follow_the_dilation_keeps_blocks_apart() -> None:
     """A convolution that keeps the size is not folded with one that does not."""
     blocks = [_dilated(2, padding, by_function=False) for padding in (2, 2, 2)]
