@@ -288,7 +288,7 @@ def test_the_caption_names_unused_inputs() -> None:
 
     net = Net(forward, fc=linear())
     few = record(net, input_kwargs={"x": X, "mask": torch.ones(2)})
-    many = record(net, input_kwargs={"x": X, "mask": torch.ones(2), "a" * 30: X, "b" * 30: X})
+    many = record(net, input_kwargs={"x": X, "mask": torch.ones(2), "a" * 30: X + 1, "b" * 30: X + 2})
     assert fit_view(few).left_out == ("1 unused result", "1 unused input (input.mask)")
     assert fit_view(many).left_out == ("1 unused result", "3 unused inputs")
 
