@@ -146,7 +146,8 @@ def test_a_long_sum_is_one_addition(terms: int, joined: bool) -> None:
     def forward(net: Any, x: Tensor) -> Tensor:
         x = net.first(x)
         parts = [(x * number).sum() for number in range(terms)]
-        return sum(parts[1::2]) + sum(parts[::2])
+        total: Tensor = sum(parts[1::2]) + sum(parts[::2])
+        return total
 
     graph = capture_graph(Net(forward, first=linear()), X)
     view = fit_view(graph)
