@@ -110,7 +110,9 @@ def join_updates(graph: Graph) -> Graph:
             del target[each.id]
         target |= dict.fromkeys(inside, run[-1].id)
         names = dict.fromkeys([*(each.name for each in tensors), *(name for node in run for name in node.tied)])
-        name, note = f"{run[0].name} … {run[-1].name}", f"{len(run)} {UPDATE}"
+        # Functions may also change a tensor that they made themselves, such as a table.
+        changes = any(graph[each].kind == "parameter" for each in taken) or any(node.tied for node in run)
+        name, note = f"{run[0].name} … {run[-1].name}", f"{len(run)} {UPDATE if changes else CONSTANT}"
         joined[run[-1].id] = replace(run[-1], name=name, note=note, arguments=(), outputs=(), tied=tuple(names))
     if not joined:
         return graph

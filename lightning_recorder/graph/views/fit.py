@@ -35,6 +35,7 @@ __all__ = ["drawn_nodes", "fit_view", "truncate", "view_at_depth"]
 
 # The maximum number of closed calls to try to open as examples, and the maximum size of a graph for these trials.
 _MOST_TRIALS, _MOST_OPENED = 8, 4000
+_MOST_LETTERS = 50  # the maximum length of the names of unused inputs in the caption
 _LONGEST_SIDE = 22  # maximum number of nodes on a path inside one side of a U-Net
 _MODEL_TENSORS: tuple[Kind, ...] = ("parameter", "buffer")
 
@@ -65,7 +66,7 @@ def fit_view(
     If the view has less than half of ``max_nodes``, the first closed block of each kind is opened as an example,
     together with equal blocks. With its examples, the view has at most two thirds of ``max_nodes``. If not even the
     smallest view fits, a parameter or buffer that two loops use is drawn in both loops. :attr:`Graph.left_out` counts
-    the functions that were removed.
+    the functions that were removed, and names the inputs that nothing uses.
 
     Args:
         graph: A recorded graph.
@@ -258,7 +259,12 @@ def _essential(graph: Graph, folded: Callable[[Graph], Graph], *, shapes: bool, 
         "constant number": numbers,
         "zero addition": len(with_zeros.nodes) - len(view.nodes),
     }
-    return replace(view, left_out=tuple(f"{n} {what}{'s' * (n > 1)}" for what, n in counts.items() if n))
+    left_out = [f"{n} {what}{'s' * (n > 1)}" for what, n in counts.items() if n]
+    idle = [node.name for node in graph.nodes if node.kind == "input" and not used.out_of(node)]
+    names = ", ".join(idle)
+    named = f" ({names})" if len(names) <= _MOST_LETTERS else ""
+    left_out += [f"{len(idle)} unused input{'s' * (len(idle) > 1)}{named}"] if idle else []
+    return replace(view, left_out=tuple(left_out))
 
 
 def _number(node: Node, graph: Graph) -> int:

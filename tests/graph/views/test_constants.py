@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_recorder.graph import Graph, capture_graph, fit_view
 from lightning_recorder.graph.model import IN_PLACE
 from lightning_recorder.graph.renderers.labels import tied_to
-from lightning_recorder.graph.views.constants import UPDATE, join_constants
+from lightning_recorder.graph.views.constants import CONSTANT, UPDATE, join_constants
 from tests.graph.nets import Net, X, linear
 
 
@@ -161,6 +161,13 @@ def test_a_moving_average_after_the_loss_is_drawn() -> None:
     functions = [(node.name, node.note) for node in view.nodes if node.kind == "op"]
     assert functions[2:] == [("mul", IN_PLACE), ("add", IN_PLACE)]
     assert view.left_out == ("2 unused results",)
+
+
+def test_a_table_that_is_changed_in_place_is_a_constant() -> None:
+    """Functions that change a tensor that they made themselves do not change parameters."""
+    net = Net(lambda net, x: net.fc(x) * torch.arange(4).mul(-0.5).exp_().sqrt(), fc=linear())
+    view = fit_view(capture_graph(net, X))
+    assert [node.note for node in view.nodes if node.kind == "op"] == [f"4 {CONSTANT}", ""]
 
 
 def test_functions_of_parameters_with_a_gradient_stay() -> None:

@@ -279,6 +279,20 @@ def test_a_block_without_a_gradient_stays_apart() -> None:
     assert "blocks.1" in [node.name for node in fit_view(graph).nodes]
 
 
+def test_the_caption_names_unused_inputs() -> None:
+    """An input that nothing uses, or only a function whose result is unused, is named if its name is short."""
+
+    def forward(net: Any, x: Tensor, mask: Tensor, **others: Tensor) -> Tensor:
+        mask.all()
+        return net.fc(x)  # type: ignore[no-any-return]  # the attributes of a Net are not declared
+
+    net = Net(forward, fc=linear())
+    few = record(net, input_kwargs={"x": X, "mask": torch.ones(2)})
+    many = record(net, input_kwargs={"x": X, "mask": torch.ones(2), "a" * 30: X + 1, "b" * 30: X + 2})
+    assert fit_view(few).left_out == ("1 unused result", "1 unused input (input.mask)")
+    assert fit_view(many).left_out == ("1 unused result", "3 unused inputs")
+
+
 def test_an_empty_tensor_is_left_out_with_its_concatenation() -> None:
     """A cache that begins as a tensor without elements is not drawn, nor is the function that appends to it."""
     net = Net(lambda _, x: torch.cat([torch.zeros(0, 4), x.sin()]).cos())
