@@ -321,13 +321,22 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
                 super().render_nodes(frame, part)
 
     def _render_part(self, canvas: Digraph, call: Node, children: list[Node], suffix: str = "") -> None:
-        """Add children of a call to the canvas. The nodes of a loss get a frame of their own."""
-        scopes = dict.fromkeys(child.scope for child in children if child.scope.startswith(LOSS))
-        if call is not self.graph.root or not self.frames or not scopes:
+        """Add children of a call to the canvas. The nodes of a loss get a frame of their own.
+
+        A function without a gradient, such as one that computes a target with a second network, is outside of it.
+        """
+        scopes: dict[int, str] = {}
+        if call is self.graph.root and self.frames:
+            trained = {child.scope for child in self.graph.children(call) if child.autograd}
+            for child in children:
+                is_part = child.kind != "op" or child.autograd or child.scope not in trained
+                if child.scope.startswith(LOSS) and is_part:
+                    scopes[child.id] = child.scope
+        if not scopes:
             self.render_nodes(canvas, children)
             return
-        for scope in ("", *scopes):
-            part = [child for child in children if (child.scope if child.scope in scopes else "") == scope]
+        for scope in ("", *dict.fromkeys(scopes.values())):
+            part = [child for child in children if scopes.get(child.id, "") == scope]
             if not scope:
                 self.render_nodes(canvas, part)
                 continue

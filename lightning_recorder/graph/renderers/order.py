@@ -86,6 +86,7 @@ class _Order:
         children = self._graph.children(call)
         if not children:
             return
+        yield from self._updates(children)
         calls = [child for child in children if child.kind == "module"]
         wanted = [(self._before(calls[: at + 1], each), self._entry(each)) for at, each in enumerate(calls[1:])]
         first = self._entry(call)
@@ -122,6 +123,15 @@ class _Order:
             return []
         known = set(inside)
         return [(each, entry, 1) for each in inside if known.isdisjoint(self._users.get(each, ()))]
+
+    def _updates(self, children: Sequence[Node]) -> Iterator[tuple[int, int]]:
+        """Yield a pair for each function without edges, an update of parameters. The function before it comes first."""
+        last: int | None = None
+        for child in children:
+            is_alone = child.kind == "op" and not (self._graph.into(child) or self._graph.out_of(child))
+            if is_alone and last is not None:
+                yield last, child.id
+            last = child.id if child.kind in ("op", "backward", "optimizer") else last
 
     def _before(self, calls: Sequence[Node], after: Node) -> int | None:
         """Return the entry of one of the earlier ``calls``, which must not be drawn after the call ``after``.

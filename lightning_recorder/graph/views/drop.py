@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import get_args
 
 from lightning_recorder.errors import ArgumentError
-from lightning_recorder.graph.model import Edge, Graph, Kind, Node
+from lightning_recorder.graph.model import IN_PLACE, Edge, Graph, Kind, Node
+from lightning_recorder.graph.views.constants import UPDATE
 from lightning_recorder.graph.views.rebuild import rebuilt
 
 __all__ = [
@@ -238,22 +239,23 @@ def _part(node: Node, edge: Edge) -> str:
 
 
 def drop_isolated(graph: Graph) -> Graph:
-    """Remove all nodes without edges, except module calls."""
+    """Remove all nodes without edges, except module calls and functions that change parameters."""
     joined = {edge.source for edge in graph.edges} | {edge.target for edge in graph.edges}
-    kept = [node for node in graph.nodes if node.kind == "module" or node.id in joined]
+    updates = _updates(graph)
+    kept = [node for node in graph.nodes if node.kind == "module" or node.id in joined or node.id in updates]
     return rebuilt(graph, kept, {node.id: node.id for node in kept})
 
 
 def drop_dead_ends(graph: Graph) -> Graph:
     """Remove the ops with unused results: metrics, copies for logging, unused masks.
 
-    Module calls stay, even if their results are unused. Nothing is removed from a graph without outputs and without a
-    backward pass, since any result may be a result of the model.
+    Module calls and functions that change parameters stay, even if their results are unused. Nothing is removed from a
+    graph without outputs and without a backward pass, since any result may be a result of the model.
     """
     if not any(node.kind in ("backward", "output") for node in graph.nodes):
         return graph
     # A result may be used by the next repetition of a folded call.
-    todo = [node.id for node in graph.nodes if node.kind != "op"]
+    todo = [node.id for node in graph.nodes if node.kind != "op"] + [*_updates(graph)]
     todo += [edge.source for edge in graph.edges if edge.relates("next")]
     used = set(todo)
     while todo:
@@ -262,6 +264,20 @@ def drop_dead_ends(graph: Graph) -> Graph:
         todo += new
     kept = [node for node in graph.nodes if node.id in used]
     return rebuilt(graph, kept, {node.id: node.id for node in kept})
+
+
+def _updates(graph: Graph) -> set[int]:
+    """Return the functions that write to a parameter, such as the update of a moving average at the end of a step.
+
+    A function writes to its first input. In a view, :attr:`Node.tied` has the names of parameters of closed calls.
+    """
+    found: set[int] = set()
+    for node in graph.nodes:
+        if node.kind == "op" and node.note.endswith((IN_PLACE, UPDATE)):
+            first = next((edge.source for edge in graph.into(node)), None)
+            if node.tied or (first is not None and (first in found or graph[first].kind == "parameter")):
+                found.add(node.id)
+    return found
 
 
 def drop_empty_calls(graph: Graph) -> Graph:

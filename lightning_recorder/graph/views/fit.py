@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Set
 from dataclasses import replace
@@ -251,14 +252,20 @@ def _essential(graph: Graph, folded: Callable[[Graph], Graph], *, shapes: bool, 
 
     view = joined(used)
     # Functions without edges are not counted as unused: they only update a hidden buffer, such as a batch count.
-    unused = {edge.target for edge in shown.edges} - {node.id for node in used.nodes}
-    if unused:
+    removed = len({edge.target for edge in shown.edges} - {node.id for node in used.nodes})
+    if removed:
         # A function may be unused only in the last repetition, which then would not fold with the others. So also try
         # to fold before removing unused functions, and keep the smaller view.
-        view = min(view, drop_empty_calls(drop_dead_ends(joined(shown))), key=lambda each: len(drawn_nodes(each)))
+        complete = joined(shown)
+        other = drop_empty_calls(drop_dead_ends(complete))
+        if len(drawn_nodes(other)) < len(drawn_nodes(view)):
+            kept = {node.id for node in other.nodes}
+            gone = (node for node in complete.nodes if node.id not in kept and node.kind == "op")
+            removed = min(removed, sum(_number(node, complete) for node in gone))
+            view = other
     numbers = 0 if dead else len(used.nodes) - len(drop_numbers(used).nodes)
     with_zeros, view = view, view if dead else drop_zeros(view)
-    counts = {"shape function": len(graph.nodes) - len(shown.nodes), "unused result": len(unused)}
+    counts = {"shape function": len(graph.nodes) - len(shown.nodes), "unused result": removed}
     cached = sum(len(node.outputs) for node in whole.nodes) - sum(len(node.outputs) for node in graph.nodes)
     counts |= {
         "cached tensor": cached,
@@ -266,6 +273,11 @@ def _essential(graph: Graph, folded: Callable[[Graph], Graph], *, shapes: bool, 
         "zero addition": len(with_zeros.nodes) - len(view.nodes),
     }
     return replace(view, left_out=tuple(f"{n} {what}{'s' * (n > 1)}" for what, n in counts.items() if n))
+
+
+def _number(node: Node, graph: Graph) -> int:
+    """Return the number of nodes that a node of a folded view represents."""
+    return math.prod(each.repeats for each in (node, *graph.ancestors(node)))
 
 
 def _closed(

@@ -25,6 +25,7 @@ from lightning_recorder.graph.views.wiring import Key, MutableGraph, Siblings
 __all__ = ["contents_of", "fold_by_forms", "fold_repeats"]
 
 _FEW = 8  # the maximum number of parallel layers that are drawn separately, since their names are informative
+_LONG = 6  # the number of functions in a step of a loop from which two steps are folded
 _PARTS = ("module", "op", "backward", "optimizer")
 _Arguments = tuple[tuple[str, str], ...]
 
@@ -34,7 +35,8 @@ def fold_repeats(graph: Graph, least: int = 3, *, contents: Graph | None = None)
 
     A unit is one or more consecutive siblings. A unit that occurs at least ``least`` times in a row is kept once, with
     the number of occurrences in ``repeats``. A unit of several siblings gets a frame: a module call without a name. Two
-    occurrences suffice for a unit of calls that contain other nodes.
+    occurrences suffice for a unit of calls that contain other nodes, and for six or more functions that take a result
+    of the unit before.
 
     Units are equal if their classes, functions, parameters, dtypes and contents are equal, and if the edges inside them
     are equal. Each unit must also take its inputs from the same nodes outside the units, or from one of the four units
@@ -202,9 +204,11 @@ class _Fold:
         unit = siblings.parts[run.start : run.start + run.length]
         opened = [nodes[part].kind == "module" and part in children for part in unit]
         nested = any(opened)
-        if run.times < (2 if all(opened) else self._least):
+        is_nameless = all(nodes[part].kind == "op" and not nodes[part].parameters for part in unit)
+        is_step = is_nameless and run.length >= _LONG and not run.parallel
+        if run.times < (2 if all(opened) or is_step else self._least):
             return False
-        if run.times == 2 and nested:
+        if run.times == 2 and (nested or is_step):
             # Two blocks may differ in numbers, such as a drop rate, but not in indices. Inside a frame, they may not
             # differ in any operand.
             within = nodes[unit[0]].parent
@@ -213,7 +217,6 @@ class _Fold:
             if one != other:
                 return False
         # Functions have no informative names. So in a unit of functions, each function counts as an occurrence.
-        is_nameless = all(nodes[part].kind == "op" and not nodes[part].parameters for part in unit)
         number = run.times * run.length if is_nameless else run.times
         return nested or not run.parallel or number > _FEW
 

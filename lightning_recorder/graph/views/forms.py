@@ -63,7 +63,8 @@ def forms(graph: Graph, parts: MutableGraph, *, with_training: bool = True, with
     Args:
         graph: The graph.
         parts: The same graph in the form that is being folded.
-        with_training: Also compare which parameters are frozen or got no gradient, and where a gradient stops.
+        with_training: Also compare which parameters are frozen or got no gradient, and where a gradient stops. A
+            missing gradient is not compared in calls that lead to no loss and no output: the edges show the reason.
         with_sizes: Also compare the sizes of tensors and the settings in :data:`GEOMETRY`.
     """
     tree = parts.subtree(graph.root.id)
@@ -93,12 +94,28 @@ def forms(graph: Graph, parts: MutableGraph, *, with_training: bool = True, with
 def _untrained(graph: Graph) -> dict[str, Key]:
     """Return, by module, its frozen parameters and its parameters without a gradient; "" means the whole module."""
     found: dict[str, list[tuple[str, str]]] = {}
+    leading = _leading(graph) if graph.unused.parameters else set()
     for status, names in (("frozen", graph.unused.frozen), ("no gradient", graph.unused.parameters)):
         for name in names:
             around, _, last = name.rpartition(".")
+            if leading and status == "no gradient" and leading.isdisjoint((name, around)):
+                continue
             found.setdefault(name, []).append(("", status))  # if the name is a module
             found.setdefault(around, []).append((last, status))  # if the name is a parameter
     return {name: tuple(each) for name, each in found.items()}
+
+
+def _leading(graph: Graph) -> set[str]:
+    """Return the names of the modules with a call that leads to a backward pass or to an output."""
+    todo = [node.id for node in graph.nodes if node.kind in ("backward", "output")]
+    found = set(todo)
+    while todo:
+        node = graph[todo.pop()]
+        # The results of a call are those of its contents.
+        new = {edge.source for edge in graph.into(node)} | ({node.parent} if node.parent is not None else set())
+        todo += new - found
+        found |= new
+    return {node.name for node in graph.module_calls() if node.id in found}
 
 
 def _reshaped(nodes: Iterable[Node], graph: Graph) -> dict[int, Key]:

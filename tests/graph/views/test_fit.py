@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,8 +24,9 @@ from lightning_recorder.graph import (
     truncate,
     without,
 )
+from lightning_recorder.graph.renderers.labels import unused
 from lightning_recorder.graph.views.fit import drawn_nodes
-from tests.graph.nets import Net, X, block, linear, stack
+from tests.graph.nets import Net, X, block, linear, record_step, stack
 from tests.graph.outline import outline, text
 from tests.graph.queries import assert_sound, joined, only, reaches
 from tests.graph.random_nets import graphs
@@ -238,6 +240,43 @@ def test_fit_leaves_out_shape_functions_and_unused_results() -> None:
     assert fit_view(graph).left_out == ("2 shape functions", "2 unused results")
     assert fit_view(graph, shapes=True).left_out == ("2 unused results",)
     assert fit_view(graph, all=True).left_out == ()
+
+
+def _two_results() -> Graph:
+    """Return a training step of four blocks with a residual and a skip output, of which the last residual is unused."""
+
+    def block(net: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = net.act(x)
+        return x + net.res(h), net.skip(h)
+
+    def step(net: Any, x: Tensor) -> None:
+        total: Tensor = torch.zeros(())
+        for each in net.blocks:
+            x, skip = each(x)
+            total = total + skip
+        total.sum().backward()
+
+    blocks = (Net(block, act=nn.ReLU(), res=linear(), skip=linear()) for _ in range(4))
+    return record_step(Net(lambda *_: None, blocks=nn.ModuleList(blocks)), step)
+
+
+def test_a_last_block_with_an_unused_result_is_folded() -> None:
+    """A residual that only the last block does not use is drawn with those of the other blocks, and says so."""
+    view = fit_view(_two_results())
+    (group,) = (node for node in view.nodes if node.repeats > 1)
+    assert (group.repeats, view.left_out) == (4, ())
+    assert {node.name: unused(node, view) for node in view.module_calls() if node.depth > 1} == {
+        "blocks.0.act": "",
+        "blocks.0.res": "blocks.3.res: not used for the loss",
+        "blocks.0.skip": "",
+    }
+
+
+def test_a_block_without_a_gradient_stays_apart() -> None:
+    """A block that gets no gradient, although its result is used for the loss, is not folded with the others."""
+    graph = _two_results()
+    graph = replace(graph, unused=replace(graph.unused, parameters=("blocks.1.res.weight", *graph.unused.parameters)))
+    assert "blocks.1" in [node.name for node in fit_view(graph).nodes]
 
 
 def test_an_empty_tensor_is_left_out_with_its_concatenation() -> None:
