@@ -117,20 +117,20 @@ class _Order:
         frames = self._graph.children(before) and self._graph.children(call)
         if entry is None or not frames or (self._data[entry] and not self._data_in(before) & self._data[entry]):
             return []
-        inside = self._inside[before.id]
+        inside = self._inside.get(before.id, [])
         taken = functools.reduce(operator.or_, (1 << self._place[each] for each in self._inside[call.id]))
         if not any(self._fed_by[each] & taken for each in inside):
             return []
         known = set(inside)
         return [(each, entry, 1) for each in inside if known.isdisjoint(self._users.get(each, ()))]
 
-    def _updates(self, children: Sequence[Node]) -> Iterator[tuple[int, int]]:
+    def _updates(self, children: Sequence[Node]) -> Iterator[tuple[int, int, int]]:
         """Yield a pair for each function without edges, an update of parameters. The function before it comes first."""
         last: int | None = None
         for child in children:
             is_alone = child.kind == "op" and not (self._graph.into(child) or self._graph.out_of(child))
             if is_alone and last is not None:
-                yield last, child.id
+                yield last, child.id, 0
             last = child.id if child.kind in ("op", "backward", "optimizer") else last
 
     def _before(self, calls: Sequence[Node], after: Node) -> int | None:
