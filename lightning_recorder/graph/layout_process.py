@@ -176,6 +176,7 @@ def beside_each_other(renderer: str, sheets: Sheets, start: float) -> tuple[str,
         source, layout = arranged(renderer, orders.source(orders.best(start)), start)
         source = mirror(source, layout) if orders.is_mirrored(layout) else source
         keep_inside(layout)
+        leave_out_unseen(layout)
         made.append((source.rstrip().removesuffix("}").rstrip().split("\n\t")[len(settings) :], layout))
     if sheets.between:
         align(made[0][1], made[1][1], sheets.between)
@@ -534,6 +535,22 @@ def keep_inside(layout: Any) -> None:
             edge["lp"] = f"{min(max(x, left - half), right + half):.2f},{y}"
 
 
+def leave_out_unseen(layout: Any) -> None:
+    """Remove the invisible edges, which only order the nodes, and the space at the borders that only they need."""
+    edges = layout["edges"] = [each for each in layout.get("edges", ()) if each.get("style") != "invis"]
+    boxes = [*boxes_of(layout).values(), *frame_boxes_of(layout).values()]
+    for edge in edges:
+        # A curve lies inside the convex hull of its control points.
+        boxes += [(float(x), float(y)) * 2 for x, y in _POINT.findall(edge.get("pos", ""))]
+        if "lp" in edge:
+            x, y = map(float, edge["lp"].split(","))
+            half = _LETTER / 2 * len(re.sub("<[^>]*>|>", "", edge.get("label", "")))
+            boxes.append((x - half, y - _LETTER, x + half, y + _LETTER))
+    if boxes:
+        left, bottom, right, top = zip(*boxes, strict=True)
+        layout["bb"] = f"{min(left):.2f},{min(bottom):.2f},{max(right):.2f},{max(top):.2f}"
+
+
 def with_margins(source: str, width: float, height: float) -> str:
     """Add margins so that no side of the page is longer than three times the other side.
 
@@ -562,6 +579,8 @@ def placed(statements: list[str], layout: Any, move: Point) -> list[str]:
             found += [statement, f"{frame[1]}\t" + " ".join(f'{key}="{value}"' for key, value in at.items())]
             continue
         number, name = re.search(r"\b_no=(\d+)\]$", statement), re.match(r"\t*(\w+) \[", statement)
+        if number and number[1] not in edges:
+            continue  # an invisible edge
         each = edges[number[1]] if number else nodes.get(name[1], {}) if name else {}
         found.append(_with(statement, **{key: moved(each[key], move) for key in ("pos", "lp") if key in each}))
     return found

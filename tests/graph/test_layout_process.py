@@ -10,6 +10,7 @@ from lightning_recorder.graph.layout_process import (
     crossed,
     crossings,
     keep_inside,
+    leave_out_unseen,
     line_of,
     lines_of,
     mirror,
@@ -173,6 +174,24 @@ def test_a_mirrored_layout() -> None:
         assert lines[0]["pos"].startswith(f"e,{300 - edge}")
         assert cells.format(left, 40 - left) in source
         assert frame["lp"] == "158.00,90"
+
+
+def test_invisible_edges_take_no_space() -> None:
+    """A layout ends at its nodes, frames, visible edges and labels, and has no invisible edges."""
+    layout: dict[str, Any] = {
+        "bb": "0,0,900,300",
+        "objects": [
+            {"name": "n1", "pos": "100,50", "width": "1", "height": "0.5"},
+            {"name": "cluster_2", "bb": "50,20,150,80"},
+        ],
+        "edges": [
+            {"pos": straight(800, 300, 0), "style": "invis"},
+            {"pos": straight(40, 90, 10), "lp": "160,40", "label": "<<b>abcd</b>>"},
+        ],
+    }
+    leave_out_unseen(layout)
+    assert [float(each) for each in layout["bb"].split(",")] == [40, 10, 172, 90]
+    assert [each.get("label") for each in layout["edges"]] == ["<<b>abcd</b>>"]
 
 
 def test_a_mirrored_title_without_a_gap() -> None:

@@ -812,3 +812,29 @@ def test_the_input_is_above_a_frame_whose_first_layer_takes_a_constant(tmp_path:
     start = next(node for node in drawing.view.nodes if node.kind == "input")
     frame = next(item for item in picture.items if item.kind == "cluster")
     assert picture.named(f"n{start.id}").bottom <= frame.top
+
+
+def test_a_frame_is_below_a_frame_whose_first_results_it_takes(tmp_path: Path) -> None:
+    """A decoder that takes the features of all levels begins below the end of the encoder, not beside it."""
+
+    def encoder(net: Any, x: Tensor) -> list[Tensor]:
+        levels = [net.first(x)]
+        for layer in net.layers:
+            levels.append(layer(levels[-1]))
+        return levels
+
+    def decoder(net: Any, levels: list[Tensor]) -> Tensor:
+        x = net.start(levels[0])
+        for layer, level in zip(net.layers, levels[1:], strict=True):
+            x = layer(x) + level
+        return x  # type: ignore[no-any-return]  # as above
+
+    def layers() -> nn.ModuleList:
+        return nn.ModuleList((nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4, bias=False)))
+
+    parts = {"encoder": Net(encoder, first=linear(), layers=layers())}
+    parts |= {"decoder": Net(decoder, start=nn.Linear(4, 4, bias=False), layers=layers())}
+    drawing = draw(Net(lambda net, x: net.decoder(net.encoder(x)), **parts), X)
+    picture = read_svg(drawing.save(tmp_path / "graph.svg"))
+    first, second = (item for item in picture.items if item.kind == "cluster")
+    assert first.bottom < second.top

@@ -370,11 +370,9 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
             canvas.edge(f"n{first}", f"n{second}", style="invis", weight="0")
         # With a weight of 0, dot does not keep the order of nodes at the same height.
         weight = "1" if self._rows else "0"
-        for first, second in constraints(self.graph):
+        for first, second, least in constraints(self.graph):
             if self._sheet[first] == self._sheet[second]:
-                # A frame begins below an input, not at the same height.
-                least = "1" if self.graph[first].kind == "input" else "0"
-                canvas.edge(f"n{first}", f"n{second}", style="invis", weight=weight, minlen=least)
+                canvas.edge(f"n{first}", f"n{second}", style="invis", weight=weight, minlen=str(least))
         if self.legend:
             with canvas.subgraph(name="cluster_legend") as frame:
                 frame.attr(label=f"<{small('legend')}>", color="#bdbdbd", tooltip=" ")

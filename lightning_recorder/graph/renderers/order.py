@@ -13,15 +13,15 @@ __all__ = ["constraints"]
 _NEAR, _EARLY = 3, 5  # the maximum number of edges on a path to a near node, and to an early node
 
 
-def constraints(graph: Graph) -> list[tuple[int, int]]:
-    """Return pairs of drawn nodes. The first node of a pair must not be drawn after the second node.
+def constraints(graph: Graph) -> list[tuple[int, int, int]]:
+    """Return pairs of drawn nodes and the least distance of their ranks. The first node is not drawn after the second.
 
     The pairs keep module calls in the order in which they ran. Other pairs prevent a long frame: without them, a tensor
     that the frame takes from an early node, in addition to its main input, would stretch the frame. Pairs that follow
     from the edges are left out.
     """
     order = _Order(graph)
-    return [pair for call in graph.nodes for pair in order.pairs(call) if order.add(*pair)]
+    return [each for call in graph.nodes for each in order.pairs(call) if order.add(*each[:2])]
 
 
 class _Order:
@@ -35,6 +35,8 @@ class _Order:
             self._users.setdefault(edge.source, []).append(edge.target)
             self._sources.setdefault(edge.target, set()).add(edge.source)
         self._behind = self._reachable()
+        self._fed_by = dict(self._behind)
+        """By node: the nodes that take its results, without the pairs of :meth:`add`, as a bit mask of positions."""
         self._depth: dict[int, int] = {}
         for edge in sorted(self._onward, key=lambda each: self._place[each.target]):
             self._depth[edge.target] = max(self._depth.get(edge.target, 0), self._depth.get(edge.source, 0) + 1)
@@ -79,8 +81,8 @@ class _Order:
     def _follows(self, one: int, other: int) -> bool:
         return bool(self._behind[one] >> self._place[other] & 1)
 
-    def pairs(self, call: Node) -> Iterator[tuple[int, int]]:
-        """Yield the wanted pairs for the contents of one call."""
+    def pairs(self, call: Node) -> Iterator[tuple[int, int, int]]:
+        """Yield the wanted pairs for the contents of one call, with the least distance of their ranks."""
         children = self._graph.children(call)
         if not children:
             return
@@ -100,15 +102,35 @@ class _Order:
             ]
         for one, other in wanted:
             if one is not None and other is not None:
-                yield one, other
+                # A frame begins below an input, not at the same height.
+                yield one, other, int(self._graph[one].kind == "input")
+        for at, each in enumerate(calls):
+            for before in calls[:at]:
+                yield from self._below(before, each)
 
-    def _updates(self, children: Sequence[Node]) -> Iterator[tuple[int, int]]:
+    def _below(self, before: Node, call: Node) -> list[tuple[int, int, int]]:
+        """Return the pairs that put a frame below a frame whose results it takes, not beside the end of that frame.
+
+        The second of two towers with different inputs stays beside the first, such as a decoder beside its encoder.
+        """
+        entry = self._entry(call)
+        frames = self._graph.children(before) and self._graph.children(call)
+        if entry is None or not frames or (self._data[entry] and not self._data_in(before) & self._data[entry]):
+            return []
+        inside = self._inside.get(before.id, [])
+        taken = functools.reduce(operator.or_, (1 << self._place[each] for each in self._inside[call.id]))
+        if not any(self._fed_by[each] & taken for each in inside):
+            return []
+        known = set(inside)
+        return [(each, entry, 1) for each in inside if known.isdisjoint(self._users.get(each, ()))]
+
+    def _updates(self, children: Sequence[Node]) -> Iterator[tuple[int, int, int]]:
         """Yield a pair for each function without edges, an update of parameters. The function before it comes first."""
         last: int | None = None
         for child in children:
             is_alone = child.kind == "op" and not (self._graph.into(child) or self._graph.out_of(child))
             if is_alone and last is not None:
-                yield last, child.id
+                yield last, child.id, 0
             last = child.id if child.kind in ("op", "backward", "optimizer") else last
 
     def _before(self, calls: Sequence[Node], after: Node) -> int | None:

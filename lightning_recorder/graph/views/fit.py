@@ -36,6 +36,8 @@ __all__ = ["drawn_nodes", "fit_view", "truncate", "view_at_depth"]
 # The maximum number of closed calls to try to open as examples, and the maximum size of a graph for these trials.
 _MOST_TRIALS, _MOST_OPENED = 8, 4000
 _MOST_LETTERS = 50  # the maximum length of the names of unused inputs in the caption
+_FEW_BRANCHES = 12  # branches that a view of any size may have
+_BRANCHES = 0.25  # the largest number of branches of a clear view, as a share of ``max_nodes``
 _LONGEST_SIDE = 22  # maximum number of nodes on a path inside one side of a U-Net
 _MODEL_TENSORS: tuple[Kind, ...] = ("parameter", "buffer")
 
@@ -59,9 +61,11 @@ def fit_view(
     constant become one node, so do the additions of a sum of five or more tensors, and repeated blocks are folded. Then
     the greatest depth at which the view fits is used.
 
-    Three rules apply without ``depth``. A block of five or more parts is closed if nearly each part takes the results
-    of all parts before it. A module with more than 80 functions and less than half of the parameters is closed. A
-    module with more than half of the parameters is opened further as long as the view fits.
+    Four rules apply without ``depth``. The view has at most a quarter of ``max_nodes`` more edges than nodes, or twelve
+    more, if such a view exists, so that a reader can follow its branches. A block of five or more parts is closed if
+    nearly each part takes the results of all parts before it. A module with more than 80 functions and less than half
+    of the parameters is closed. A module with more than half of the parameters is opened further as long as the view
+    fits.
 
     If the view has less than half of ``max_nodes``, the first closed block of each kind is opened as an example,
     together with equal blocks. With its examples, the view has at most two thirds of ``max_nodes``. If not even the
@@ -98,15 +102,20 @@ def fit_view(
         closed = _closed(whole, level, leaves, parameters, opened)
         closed = closed if all or depth is not None else close_dense(closed)
         view = _essential(closed, folded, shapes=shapes or all, dead=all or parameters is True, constants=all)
-        return view, len(drawn_nodes(view)) <= max_nodes
+        return view, len(drawn_nodes(view)) <= max_nodes and (depth is not None or _is_clear(view, max_nodes))
 
+    tangled: tuple[Graph, int] | None = None  # the deepest view with enough room for its nodes, but too many branches
     deeper: tuple[Node, ...] = ()  # the nodes of the view at the next depth, which did not fit
     for level in range(depth or deepest, 0, -1):
         view, fits = fitting(level)
         if fits:
             break
+        if tangled is None and len(drawn_nodes(view)) <= max_nodes:
+            tangled = view, level
         deeper = view.nodes
-    else:
+    if not fits and tangled is not None:
+        view, level = tangled
+    elif not fits:
         copied = with_copies(graph) if fold else graph
         if copied is not graph:
             more: dict[str, Any] = {"leaves": leaves, "parameters": parameters, "shapes": shapes, "all": all}
@@ -132,6 +141,11 @@ def fit_view(
     if depth is None and fits and len(graph.nodes) <= _MOST_OPENED:
         view = _with_examples(view, whole, max_nodes, lambda more: fitting(level, opened | more))
     return view
+
+
+def _is_clear(view: Graph, max_nodes: int) -> bool:
+    """Return True if a reader can follow the branches of a view: the edges that a chain of its nodes would not have."""
+    return len(view.edges) - len(drawn_nodes(view)) <= max(_FEW_BRANCHES, _BRANCHES * max_nodes)
 
 
 def _with_examples(

@@ -337,6 +337,24 @@ def test_a_dense_block_is_one_node(layers: int) -> None:
     assert ("part0" in {node.name.rpartition(".")[2] for node in view.nodes}) == (layers == 4)
 
 
+@pytest.mark.parametrize(("branches", "drawn"), [(18, 36), (20, 20)])
+def test_a_view_has_few_branches(branches: int, drawn: int) -> None:
+    """Parts are closed if the view would have many more edges than nodes, except one as an example."""
+
+    def part(net: Any, x: Tensor) -> Tensor:
+        x = net.fc(x)
+        names = ("sin", "cos", "tanh", "exp", "relu", "abs", "neg")
+        return torch.cat([getattr(x, names[number * number % 11 % 7])() for number in range(branches + 1)]).sum(0)
+
+    widths = (3, 5)
+    parts = [Net(part, fc=nn.Linear(4, width)) for width in widths]
+    layers = [parts[0], nn.Linear(3, 4), parts[1]]
+    view = fit_view(_with_output(nn.Sequential(*layers)))
+    assert len(view.edges) - len(drawn_nodes(view)) + 1 == drawn
+    only = fit_view(_with_output(Net(lambda net, x: net.fc(part(net, x)), fc=linear())), max_nodes=60)
+    assert sum(node.kind == "op" for node in only.nodes) > branches
+
+
 @pytest.mark.parametrize(("functions", "is_closed"), [(81, True), (80, False)])
 def test_a_call_of_many_functions_is_closed(functions: int, is_closed: bool) -> None:
     """A part with more than eighty functions is one node, unless it has at least half of the parameters."""
