@@ -266,7 +266,8 @@ class RecordedStep:
         found: dict[str, bool] = {}
         for node in self.graph.nodes:
             if node.source and node.parent is not None:
-                name = self.owner(node)
+                # A module belongs to the one that has it, also if a method of that one was called directly.
+                name = node.name.rpartition(".")[0] if node.kind == "module" else self.owner(node)
                 found[name] = found.get(name, True) and self.is_packaged(node.source)
         return found
 

@@ -178,6 +178,32 @@ def test_parts_of_a_model_of_an_installed_package(packages: tuple[str, ...], is_
     assert not is_trained or kinds["forgotten-parameter"] == severity
 
 
+class Features(nn.Module):
+    """A model with a layer behind what another method of a library's model returns, which also has a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 4)})
+        self.own = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.own(self.model["body"](x).relu())
+        return output
+
+
+@pytest.mark.parametrize(("source", "severity"), [("timm/resnet.py:7", "note"), ("net.py:8", "warning")])
+def test_a_head_behind_the_features_of_a_model_of_a_package(source: str, severity: str) -> None:
+    """The model of the package need not be called itself: what calls its layers shows whose code it is."""
+    graph = capture_graph(Features(), torch.randn(3, 4))
+    nodes = [replace(each, source=source if each.name == "model.body" else "net.py:9") for each in graph.nodes]
+    still: Values = {"rms": 0.25, "update_ratio": 0.0}
+    layers: dict[str, Values] = {"model.body": {}, "own": {}}
+    parameters = {"model.head/weight": still, **network(*layers)}
+    graph = replace(graph, nodes=tuple(nodes), packages=("timm",))
+    found = run(layers, {name: {"rms": 1e-3} for name in layers}, parameters, graph=graph)
+    assert brief(found) == [(severity, "unused-parameter", "model.head")]
+
+
 @pytest.mark.parametrize(
     ("packages", "stop", "severity"),
     [
