@@ -329,7 +329,8 @@ def target_in_inputs(evidence: Evidence, *, samples: int = 64) -> Iterator[Findi
 
 def _is_last_step(place: int, shape: tuple[int, ...]) -> bool:
     """Return True if a value is in the last step of a sequence, ``[steps, features]`` or ``[features, steps]``."""
-    return place // shape[1] == shape[0] - 1 or place % shape[1] == shape[1] - 1
+    row, column = divmod(place, shape[1])
+    return row == shape[0] - 1 > 0 or column == shape[1] - 1 > 0
 
 
 _SELECTIONS = (
