@@ -167,7 +167,9 @@ class Library(nn.Module):
 )
 def test_parts_of_a_model_of_an_installed_package(packages: tuple[str, ...], is_trained: bool, severity: str) -> None:
     """What the code of a package does not need is a note, if the rest of its model is trained."""
-    graph = replace(capture_graph(nn.Sequential(Library(), nn.Linear(4, 2)), torch.randn(3, 4)), packages=packages)
+    graph = capture_graph(nn.Sequential(Library(), nn.Linear(4, 2)), torch.randn(3, 4))
+    nodes = [replace(each, source="net.py:9") if each.parent == 0 else each for each in graph.nodes]  # the user's lines
+    graph = replace(graph, nodes=tuple(nodes), packages=packages)
     still: Values = {"rms": 0.25, "update_ratio": 0.0}
     names = ("0.body", "1")[not is_trained :]
     parameters = {"0/token": still, "0.extra.0/weight": still, "0.pooler.0.0/weight": still, **network(*names)}

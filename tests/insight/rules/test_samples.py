@@ -42,8 +42,8 @@ def test_a_step_that_leaves_the_target_out(read: Function, rules: list[str]) -> 
 def test_a_step_of_a_sequence_that_is_the_target(place: tuple[int, int], features: int, is_wrong: bool) -> None:
     """A window that ends with its target is a finding; to remember an earlier step is a task."""
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(6 * features, 1))
-    step = Step(net, lambda y, target: F.mse_loss(y.squeeze(-1), target))
-    examination = Examination(capture_graph(step, series[..., :features], series[:, place[0], place[1]]))
+    targets = series[:, place[0], place[1]].unsqueeze(1)
+    examination = Examination(capture_graph(Step(net, F.mse_loss), series[..., :features], targets))
     loader = LoaderFacts(target_place=place[0] * features + place[1], compared=64)
     examination.set_data(DataFacts(loader, (EpochFacts(0, 0, 9, 8, 64, 64.0, 8.0),)))
     assert [each.rule for each in examination.findings()] == ["target-in-inputs"] * is_wrong
