@@ -113,7 +113,7 @@ class WatchedRun:
         self._trainer, self._pl_module, self._series = trainer, pl_module, series
         self._on_discovery, self._on_spike = on_discovery, on_spike
         self._is_on_host = self._is_host(device)
-        self._reads_now = wait or self._is_on_host
+        self._reads_now, self._acts = wait or self._is_on_host, wait
         if self._is_on_host:
             prepare()
         self._is_automatic = is_automatic(pl_module)
@@ -429,9 +429,8 @@ class WatchedRun:
             self._latest_row = reading.step, row
         if is_early and not self._is_certain(spikes[0], row):
             return
-        # A user can act on a spike only if values are read at once. The spike is then never reduced to a note about a
-        # steep region.
-        may_pass = row is None and not self._reads_now
+        # A user who waits for the values can act on a spike, so it is never reduced to a note about a steep region.
+        may_pass = row is None and not self._acts
         found = self._spike(spikes, reading, may_pass=may_pass, is_early=is_early)
         self._report(self._with_row(replace(found, records=records), row, reading), reading)
 

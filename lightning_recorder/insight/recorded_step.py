@@ -262,17 +262,18 @@ class RecordedStep:
         return source.partition("/")[0].partition(":")[0] in self.graph.packages
 
     @cached_property
-    def packaged(self) -> frozenset[str]:
-        """The names of the modules that run code of installed packages alone, such as a model of a library.
+    def packaged(self) -> dict[str, bool]:
+        """For each module that runs code, True if it is that of installed packages alone, as in a model of a library.
 
         The layers of torch belong to the code that calls them.
         """
         found: dict[str, bool] = {}
         for node in self.graph.nodes:
             if node.source and node.parent is not None:
-                name = self.owner(node)
+                # A module belongs to the one that has it, also if a method of that one was called directly.
+                name = node.name.rpartition(".")[0] if node.kind == "module" else self.owner(node)
                 found[name] = found.get(name, True) and self.is_packaged(node.source)
-        return frozenset(name for name, is_packaged in found.items() if is_packaged)
+        return found
 
     def place(self, node: Node) -> str:
         """Return the module that calls an operation, with the code line of the call."""

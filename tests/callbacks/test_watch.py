@@ -782,9 +782,11 @@ def test_a_spike_of_accumulated_gradients_names_its_batches(tmp_path: Path) -> N
 class SteepAtTimes(Planted):
     """A net with large gradients at a step whose loss is as usual."""
 
+    times = 1000.0
+
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        return loss + 1000 * (loss - loss.detach()) if batch_idx == 30 else loss
+        return loss + self.times * (loss - loss.detach()) if batch_idx == 30 else loss
 
 
 @pytest.mark.parametrize(("clip", "severity"), [(None, "warning"), (1.0, "note")])
@@ -795,6 +797,17 @@ def test_a_spike_that_is_clipped_is_a_note(clip: float | None, severity: str, tm
     finding = only(watch)
     assert (finding.rule, finding.path, finding.severity) == ("spike", "gradient norm", severity)
     assert trainer.global_step == (31 if clip is None else 60)
+
+
+@pytest.mark.parametrize(
+    ("wait", "times", "severity"), [(False, 30, "note"), (False, 1000, "warning"), (True, 30, "warning")]
+)
+def test_a_steep_region_is_a_note(wait: bool, times: float, severity: str, tmp_path: Path) -> None:
+    """A larger gradient at a usual loss is only noted, unless the user waits for spikes to act on them."""
+    watch, net = StepWatch(strict=True, wait=wait), SteepAtTimes(at=-1)
+    net.times = times
+    fit(net, tmp_path, watch, loader=batches(60))
+    assert (only(watch).rule, only(watch).severity) == ("spike", severity)
 
 
 def test_spikes_can_be_switched_off(tmp_path: Path) -> None:

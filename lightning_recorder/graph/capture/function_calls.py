@@ -269,7 +269,10 @@ def _has_packages(folder: str) -> bool:
 
 
 def installed_packages(sources: Iterable[str]) -> tuple[str, ...]:
-    """Return the first folders of those code lines of a graph that are in installed packages, such as ``timm``."""
-    first = {each.partition("/")[0].partition(":")[0] for each in sources}
+    """Return the first folders of those code lines of a graph that are in installed packages, such as ``timm``.
+
+    Keras is left out: it calls the layers of a model, but its user has chosen them, as those of torch.
+    """
+    first = {each.partition("/")[0].partition(":")[0] for each in sources} - {"keras"}
     files = {each: getattr(sys.modules.get(each.removesuffix(".py")), "__file__", None) for each in first if each}
     return tuple(sorted(each for each, file in files.items() if file and _inside_of_packages(file)))

@@ -64,7 +64,8 @@ def without_gradient(evidence: Evidence, records: int) -> dict[str, bool]:
 def left_by_package(evidence: Evidence, around: str) -> bool:
     """Return True if a module, ``around``, is in a model of an installed package, and another part of it is trained."""
     packaged = step_of(evidence).packaged
-    whole = list(takewhile(packaged.__contains__, (around, *(_around(around)))))[-1:]
+    modules = [each for each in (around, *_around(around)) if each in packaged]  # without lists of modules
+    whole = list(takewhile(packaged.__getitem__, modules))[-1:]
     inside = "".join(f"{each}." for each in whole if each)
     return bool(whole) and any(each.gradient and each.name.startswith(inside) for each in evidence.tensors)
 
@@ -187,7 +188,7 @@ def _stopped(evidence: Evidence, records: int) -> dict[str, bool]:
     next="Look at the code between this module and the one after it.",
     false_alarms="Parts that are trained later on purpose. Frozen parameters do not count. A branch of the last block "
     "that no loss depends on is a note if the same branch of the block before it is trained, and so is a part of a "
-    "model of an installed package whose output nothing uses.",
+    "model of an installed package that its code leaves without a gradient.",
     needs=("parameters",),
     records=2,
     explains={
@@ -224,7 +225,7 @@ def gradient_stops(evidence: Evidence, *, records: int = 2, blocks: int = 4) -> 
         is_zero_from_the_loss = not reached and bool(len(evidence.gradients)) and lost[names[0]]
         is_single = len(alike) == 1 and not is_zero_from_the_loss
         earlier = _trained_before_last(evidence, frontier, lost) if is_single else ""
-        is_unread = _is_unread(evidence, frontier)
+        is_unread, around = _is_unread(evidence, frontier), frontier.rpartition(".")[0]
         flat = _flat_after(evidence, frontier) if is_zero_from_the_loss else ""
         if flat:
             where = f"the {flat} behind {frontier} has a gradient of zero everywhere"
@@ -244,7 +245,7 @@ def gradient_stops(evidence: Evidence, *, records: int = 2, blocks: int = 4) -> 
             found = replace(found, why=_WHY_ZERO_LOSS, next=_NEXT_ZERO_LOSS)
         elif earlier:
             found = replace(found, severity="note", why=_WHY_LAST_BLOCK, next=_NEXT_LAST_BLOCK)
-        elif is_unread and left_by_package(evidence, frontier.rpartition(".")[0]):
+        elif (is_unread or _stops_in_package(evidence, recorded, lost[names[0]])) and left_by_package(evidence, around):
             found = as_part_of_package(found)
         elif recorded and all(_NO_GRAD in each for each in recorded):
             found = replace(found, why=_WHY_NO_GRAD)
@@ -297,6 +298,13 @@ def _recorded_stops(evidence: Evidence, near: Set[str]) -> list[str]:
         if module and any(f"{name}.".startswith(f"{module}.") for name in near):
             found.append(each)
     return found[:2]
+
+
+def _stops_in_package(evidence: Evidence, recorded: list[str], is_zero: bool) -> bool:
+    """Return True if the code of installed packages stops a gradient, or makes it zero, as behind a selected token."""
+    step = step_of(evidence)
+    lines = [each.rpartition(" at ")[2] for each in recorded if _NO_GRAD not in each]
+    return (is_zero or bool(recorded)) and len(lines) == len(recorded) and all(map(step.is_packaged, lines))
 
 
 def _alike(frontiers: dict[str, list[str]], fewest: int) -> list[list[tuple[str, list[str]]]]:

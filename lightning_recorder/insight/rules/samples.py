@@ -336,8 +336,8 @@ def target_in_inputs(evidence: Evidence, *, samples: int = 64) -> Iterator[Findi
     if any(user.name in _SELECTIONS for node in floats for user in step.users(node)):
         return
     # A window that has its target ends with it. Another step may be the target on purpose, to train a memory.
-    shapes = [node.outputs[0].shape[1:] for node in floats]
-    if all(len(shape) == 2 and not _is_last_step(loader.target_place, shape) for shape in shapes):
+    shapes = [node.outputs[0].shape[1:] for node in floats if node.outputs[0].shape[1:] != (1,)]  # without the target
+    if shapes and all(len(shape) == 2 and not _is_last_step(loader.target_place, shape) for shape in shapes):
         return
     verdict = f"value {loader.target_place} of the inputs is the target in each of {loader.compared} compared samples"
     numbers = {"compared": loader.compared, "place": loader.target_place}
@@ -346,7 +346,8 @@ def target_in_inputs(evidence: Evidence, *, samples: int = 64) -> Iterator[Findi
 
 def _is_last_step(place: int, shape: tuple[int, ...]) -> bool:
     """Return True if a value is in the last step of a sequence, ``[steps, features]`` or ``[features, steps]``."""
-    return place // shape[1] == shape[0] - 1 or place % shape[1] == shape[1] - 1
+    row, column = divmod(place, shape[1])
+    return row == shape[0] - 1 > 0 or column == shape[1] - 1 > 0
 
 
 _SELECTIONS = (

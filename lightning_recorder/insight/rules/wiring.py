@@ -194,8 +194,9 @@ def _order_of(step: RecordedStep, node: Node) -> Node | None:
     "features.",
     next="Exchange dimensions with transpose or permute.",
     false_alarms="Dimensions of size 1, values that do not depend on the batch, and the shift of scores of relative "
-    "positions, which adds or cuts off a column, are left out. So are sizes that are new on the other side. Logits "
-    "count that become rows if the shape of the targets shows where the classes are.",
+    "positions, which adds or cuts off a column, are left out. So are sizes that are new on the other side, and the "
+    "code of installed packages. Logits count that become rows if the shape of the targets shows where the "
+    "classes are.",
     needs=(GRAPH,),
     is_lasting=True,
 )
@@ -206,6 +207,8 @@ def exchanged_by_view(evidence: Evidence) -> Iterator[Finding]:
     for node in step.operations:
         shape = shape_of(node)
         if node.name not in ("view", "reshape") or not shape or not node.outputs or "input" not in step.roots[node.id]:
+            continue
+        if step.is_packaged(node.source):
             continue
         other = node.outputs[0].shape
         moved = [place for place, sizes in enumerate(zip(shape, other, strict=False)) if len(set(sizes)) > 1]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -131,10 +133,13 @@ def test_file_that_pip_has_installed_into_a_folder(tmp_path: Path, monkeypatch: 
     assert found == ["bert/modeling.py:2", f"{files['project']}:2"]
 
 
-def test_the_installed_packages_among_code_lines() -> None:
-    """Packages and single modules are told apart from files of the user, from paths and from unknown names."""
+def test_the_installed_packages_among_code_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages and single modules are told apart from files of the user, from paths, unknown names and Keras."""
+    monkeypatch.setitem(sys.modules, "keras", np)
+    monkeypatch.setitem(sys.modules, "other", np)
     sources = ["numpy/linalg/linalg.py:7", "tests/net.py:3", "net.py:4", "/home/me/net.py:5", "unknown/net.py:6", ""]
-    assert installed_packages([*sources, "typing_extensions.py:9"]) == ("numpy", "typing_extensions.py")
+    sources += ["typing_extensions.py:9", "keras/src/layers/core/dense.py:9", "other/net.py:9"]
+    assert installed_packages(sources) == ("numpy", "other", "typing_extensions.py")
 
 
 def test_source_of_a_trainer() -> None:

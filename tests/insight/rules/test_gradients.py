@@ -151,12 +151,13 @@ class Library(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head, self.extra, self.pooler = (nn.Linear(4, 4) for _ in range(4))
+        self.body, self.extra = nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4)])
+        self.pooler = nn.ModuleList([nn.Sequential(nn.Linear(4, 4))])
         self.token, self.fixed = (nn.Parameter(torch.ones(4, 4), requires_grad=each) for each in (True, False))
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.relu(self.body(x)) @ self.fixed
-        self.pooler(h)
+        self.pooler[0](h)
         return h
 
 
@@ -166,15 +167,67 @@ class Library(nn.Module):
 )
 def test_parts_of_a_model_of_an_installed_package(packages: tuple[str, ...], is_trained: bool, severity: str) -> None:
     """What the code of a package does not need is a note, if the rest of its model is trained."""
-    graph = replace(capture_graph(nn.Sequential(Library(), nn.Linear(4, 2)), torch.randn(3, 4)), packages=packages)
+    graph = capture_graph(nn.Sequential(Library(), nn.Linear(4, 2)), torch.randn(3, 4))
+    nodes = [replace(each, source="net.py:9") if each.parent == 0 else each for each in graph.nodes]  # the user's lines
+    graph = replace(graph, nodes=tuple(nodes), packages=packages)
     still: Values = {"rms": 0.25, "update_ratio": 0.0}
     names = ("0.body", "1")[not is_trained :]
-    parameters = {"0/token": still, "0.extra/weight": still, "0.pooler/weight": still, **network(*names)}
-    layers: dict[str, Values] = {name: {} for name in (*names, "0.pooler")}
+    parameters = {"0/token": still, "0.extra.0/weight": still, "0.pooler.0.0/weight": still, **network(*names)}
+    layers: dict[str, Values] = {name: {} for name in (*names, "0.pooler.0.0")}
     found = run(layers, {name: {"rms": 1e-3} for name in names}, parameters, graph=graph)
     kinds = {each.rule: each.severity for each in found}
     assert kinds["unused-parameter"] == kinds["gradient-stops"] == severity
     assert not is_trained or kinds["forgotten-parameter"] == severity
+
+
+class Features(nn.Module):
+    """A model with a layer behind what another method of a library's model returns, which also has a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 4)})
+        self.own = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.own(self.model["body"](x).relu())
+        return output
+
+
+@pytest.mark.parametrize(("source", "severity"), [("timm/resnet.py:7", "note"), ("net.py:8", "warning")])
+def test_a_head_behind_the_features_of_a_model_of_a_package(source: str, severity: str) -> None:
+    """The model of the package need not be called itself: what calls its layers shows whose code it is."""
+    graph = capture_graph(Features(), torch.randn(3, 4))
+    nodes = [replace(each, source=source if each.name == "model.body" else "net.py:9") for each in graph.nodes]
+    still: Values = {"rms": 0.25, "update_ratio": 0.0}
+    layers: dict[str, Values] = {"model.body": {}, "own": {}}
+    parameters = {"model.head/weight": still, **network(*layers)}
+    graph = replace(graph, nodes=tuple(nodes), packages=("timm",))
+    found = run(layers, {name: {"rms": 1e-3} for name in layers}, parameters, graph=graph)
+    assert brief(found) == [(severity, "unused-parameter", "model.head")]
+
+
+@pytest.mark.parametrize(
+    ("packages", "stop", "severity"),
+    [
+        (("tests",), "", "note"),
+        (("tests",), "0/detach (detach) at tests/net.py:42", "note"),
+        (("tests",), "0/linear (no_grad) at tests/net.py:42", "warning"),
+        (("tests",), "0/detach (detach) at net.py:42", "warning"),
+        ((), "", "warning"),
+    ],
+)
+def test_a_gradient_that_the_code_of_a_package_stops(packages: tuple[str, ...], stop: str, severity: str) -> None:
+    """Zeros behind the selection of a token, or a detach(), are a note in a package; a checkpoint is the user's."""
+    graph = replace(
+        capture_graph(nn.Sequential(Library(), nn.Linear(4, 2)), torch.randn(3, 4)),
+        packages=packages,
+        unused=Unused(stops=(stop,) * bool(stop)),
+    )
+    zero: dict[str, Values] = {"0.body/weight": {"rms": 0.25, "update_ratio": 0.0}, "0.body/weight.grad": {"rms": 0.0}}
+    layers: dict[str, Values] = {"0.body": {}, "0.pooler.0.0": {}, "1": {}}
+    gradients: dict[str, Values] = {name: {"rms": 1e-3} for name in ("0.pooler.0.0", "1")}
+    found = run(layers, gradients, {**zero, **network("0.pooler.0.0", "1")}, graph=graph)
+    assert brief(found) == [(severity, "gradient-stops", "0.body")]
 
 
 @pytest.mark.parametrize("packages", [("tests",), ()])

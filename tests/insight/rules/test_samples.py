@@ -36,16 +36,15 @@ def test_a_step_that_leaves_the_target_out(read: Function, rules: list[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("place", "is_wrong"),
-    [((5, 0), True), ((0, 0), False), ((2, 4), True)],
-    ids=["the last step", "the first step", "the last of the second dimension"],
+    ("place", "features", "is_wrong"),
+    [((5, 0), 5, True), ((0, 0), 5, False), ((2, 4), 5, True), ((5, 0), 1, True), ((0, 0), 1, False)],
 )
-def test_a_step_of_a_sequence_that_is_the_target(place: tuple[int, int], is_wrong: bool) -> None:
+def test_a_step_of_a_sequence_that_is_the_target(place: tuple[int, int], features: int, is_wrong: bool) -> None:
     """A window that ends with its target is a finding; to remember an earlier step is a task."""
-    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(30, 1))
-    step = Step(net, lambda y, target: F.mse_loss(y.squeeze(-1), target))
-    examination = Examination(capture_graph(step, series, series[:, place[0], place[1]]))
-    loader = LoaderFacts(target_place=place[0] * 5 + place[1], compared=64)
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(6 * features, 1))
+    targets = series[:, place[0], place[1]].unsqueeze(1)
+    examination = Examination(capture_graph(Step(net, F.mse_loss), series[..., :features], targets))
+    loader = LoaderFacts(target_place=place[0] * features + place[1], compared=64)
     examination.set_data(DataFacts(loader, (EpochFacts(0, 0, 9, 8, 64, 64.0, 8.0),)))
     assert [each.rule for each in examination.findings()] == ["target-in-inputs"] * is_wrong
 

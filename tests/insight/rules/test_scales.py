@@ -104,6 +104,31 @@ def test_deviations_of_random_weights_are_no_weights(path: str, alarm: bool) -> 
     assert brief(found) == [("warning", "weights-too-large", "a")] * alarm
 
 
+class Switched(nn.Module):
+    """An embedding of positions whose indices are all zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wpe = nn.Embedding(40, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = x + self.wpe(torch.zeros(x.shape[:2], dtype=torch.long))
+        return output
+
+
+@pytest.mark.parametrize(("packages", "alarm"), [((), True), (("tests",), False)])
+def test_positions_that_the_code_of_a_package_switches_off(packages: tuple[str, ...], alarm: bool) -> None:
+    """A model of a package may have other positions already, and leave its embedding without an effect."""
+    graph = replace(capture_graph(Switched(), torch.randn(3, 6, 5)), packages=packages)
+    parameters: dict[str, Values] = {
+        "wpe/weight": {"rms": 1.0},
+        "wpe/weight.grad": {"rms": 1.0, "zero_fraction": 0.975},
+    }
+    shapes = {("wpe", "weight"): (40, 5)}
+    found = run({"wpe": {"min": -1.0, "max": 1.0}}, None, parameters, graph=graph, shapes=shapes)
+    assert [each.rule for each in found if each.rule == "constant-positions"] == ["constant-positions"] * alarm
+
+
 @pytest.mark.parametrize(("path", "alarm"), [("kernel", True), ("weight", False)])
 def test_weights_of_keras_have_their_outputs_last(path: str, alarm: bool) -> None:
     """A kernel of 100 inputs and 4 outputs scales its input tenfold at rms 1, a weight of that shape twice."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_recorder.graph import capture_graph
-from tests.insight.records import brief, run
+from tests.insight.records import Examination, brief, run
 from tests.insight.rules.test_operations import (
     Function,
     Shaped,
@@ -95,6 +96,14 @@ def test_a_view_that_joins_samples(function: Function, is_wrong: bool) -> None:
     net(series)
     found = examine(net, F.cross_entropy, series, classes)
     assert [each.rule for each in found] == ["exchanged-by-view"] * is_wrong
+
+
+def test_views_of_installed_packages_are_meant() -> None:
+    """The code of a package that is in use is tried, so that a view in it is no mistake."""
+    net = nn.Sequential(nn.Linear(5, 4), Shaped(lambda x: x.view(8, 4, 6).flatten(1)), nn.Linear(24, 3))
+    graph = capture_graph(Step(net, F.cross_entropy), series, classes)
+    found = [Examination(replace(graph, packages=each)).findings() for each in ((), ("tests",))]
+    assert [[each.rule for each in one] for one in found] == [["exchanged-by-view"], []]
 
 
 class MadeAnew(nn.Module):
