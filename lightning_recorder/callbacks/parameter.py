@@ -183,6 +183,8 @@ class ParameterRecorder(StatisticsCallback):
             }
         if is_automatic(pl_module):  # otherwise the number of optimizer steps is not known
             recorder.facts |= _plan(trainer)
+        if trainer.is_global_zero:
+            recorder.begin_batch()
 
     @property
     @override

@@ -16,6 +16,7 @@ from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.module_edges import is_position
 from lightning_recorder.insight.recorded_step import LOSSES, keeps_values, setting, step_of
 from lightning_recorder.insight.rule import GRAPH, rule
+from lightning_recorder.insight.rules.held_parts import held_parts
 from lightning_recorder.records.table import Floats
 
 _NORMS_OF_WEIGHTS = ("weight_g", "parametrizations.weight.original0")
@@ -122,7 +123,7 @@ def frozen(evidence: Evidence, *, share: float = 0.34) -> Iterator[Finding]:
     if parts:
         found = _about_left_out(evidence, parts, "is frozen")
         # Some fine-tuning methods train only the biases.
-        is_few = len(parts) < share * (len(parts) + len(evidence.tensors))
+        is_few = len(parts) < share * (len(parts) + len(evidence.weights))
         yield found if is_few else replace(found, severity="note", why="Fine-tuning of a part of the parameters.")
     names = [name for name, why in evidence.missing if why.startswith("frozen")]
     in_optimizer = {each.module for each in evidence.tensors}
@@ -145,10 +146,21 @@ def frozen(evidence: Evidence, *, share: float = 0.34) -> Iterator[Finding]:
         ends = [step.behind(node) for node in step.operations if node.name in LOSSES]
         heads = [step.owner(each) for each in ends if each is not None and each.id in step.trained]
         head = next((each for each in heads if each in names), "")
+        held = held_parts(evidence)
+        # All other layers of the path are trained or loaded. A model that is random as a whole may be so on purpose.
+        if head and list(held.get("as_made", ())) == [head] and (in_optimizer or held.get("learned")):
+            verdict = f"{head}, from which the loss gets its prediction, is frozen with the values of an initialization"
+            yield evidence.view(evidence.parameters, head).found(verdict, others=(), frozen=len(names))
+            return
         verdict = f"{len(names)} of {count} modules with parameters are frozen"
+        norms = [evidence.output(name) for name in names if "BatchNorm" in evidence.type_of(name)]
+        moving = [each.module for each in norms if len(each.rms) and not len(each.eval_mode)]
         verdict += (
             f", also {head}, from which the loss gets its prediction: if it is new, it stays random" if head else ""
         )
+        if moving:
+            many = f" and {len(moving) - 1} others are" if len(moving) > 1 else " is"
+            verdict += f"; {moving[0]}{many} in training mode, so that the running statistics move"
         found = evidence.view(evidence.parameters, names[0]).found(verdict, others=others, frozen=len(names))
         yield replace(found, severity="note", why="Fine-tuning of a part of the model.")
 
