@@ -42,6 +42,7 @@ from lightning_recorder.callbacks.trainer import (
     logged_step,
     make_directory,
     merge_ranks,
+    runs_no_model_after_loss,
     stepped,
 )
 from lightning_recorder.callbacks.watch import add_watch
@@ -412,17 +413,23 @@ class StatisticsCallback(ResumingCallback):
 
     @guarded
     @override
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        if self._run is None or self._run.phase is not RunPhase.RECORDING:
+            return
+        # Lightning clears the gradients between the loss and the backward pass: two calls of the function mode for each
+        # parameter.
+        if trainer.accumulate_grad_batches == 1 and runs_no_model_after_loss(pl_module, optimizer):
+            _end_model(trainer)
+
+    @guarded
+    @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         if self._run is None or self._run.phase is not RunPhase.RECORDING:
             return
         if not is_automatic(pl_module):  # another optimizer may have stepped in this batch
             self._end_step(trainer, pl_module, self._run)
         elif calls_closure_once(pl_module, optimizer):
-            # End the shared function mode of all recorders now. Otherwise the hooks of callbacks between the recorders
-            # would run under it.
-            for each in trainer.callbacks:  # type: ignore[attr-defined]  # set in Trainer.__init__
-                if isinstance(each, StatisticsCallback) and each._run is not None:
-                    each._run.recorder.end_of_model()
+            _end_model(trainer)
         self._pipeline.find_gradients()
 
     @guarded
@@ -497,3 +504,13 @@ class StatisticsCallback(ResumingCallback):
     def _announce(self, step: int, recording_ms: float) -> None:
         if self._run is not None:
             self._pipeline.announce(step, recording_ms, self._run)
+
+
+def _end_model(trainer: Trainer) -> None:
+    """End the shared function mode of all recorders.
+
+    Otherwise the hooks of callbacks between the recorders would run under it.
+    """
+    for each in trainer.callbacks:  # type: ignore[attr-defined]  # set in Trainer.__init__
+        if isinstance(each, StatisticsCallback) and each._run is not None:
+            each._run.recorder.end_of_model()

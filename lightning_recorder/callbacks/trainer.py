@@ -38,6 +38,7 @@ __all__ = [
     "recorder_directory",
     "release_directory",
     "running_function",
+    "runs_no_model_after_loss",
     "stepped",
 ]
 
@@ -253,6 +254,13 @@ def calls_closure_once(pl_module: LightningModule, optimizer: object) -> bool:
     kind = type(optimizer)
     is_known = kind.__module__.startswith("torch.optim.") and kind.__name__ != "LBFGS"
     return is_known and type(pl_module).optimizer_step is LightningModule.optimizer_step
+
+
+def runs_no_model_after_loss(pl_module: LightningModule, optimizer: object) -> bool:
+    """Return True if no method of the model that may call its functions follows the training step in a step."""
+    methods = ("backward", "on_before_zero_grad", "on_before_backward", "optimizer_zero_grad")
+    are_original = all(getattr(type(pl_module), name) is getattr(LightningModule, name) for name in methods)
+    return are_original and is_automatic(pl_module) and calls_closure_once(pl_module, optimizer)
 
 
 def is_automatic(pl_module: LightningModule) -> bool:

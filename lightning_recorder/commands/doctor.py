@@ -25,7 +25,7 @@ __all__ = ["bad_findings", "run"]
 _MOST_LINES = 6  # the most lines after the first finding, which is printed in full
 _FEW = 5  # the most modules in a list
 _WIDTH = 110  # the most characters of a line
-_INDENT, _LABEL = 2, 8  # the indentation of a row and the width of its label, in characters
+_INDENT, _LABEL = 2, 9  # the indentation of a row and the width of its label, in characters
 _BARS = 40
 _LONGEST = 10_000  # the most characters of a line or a name; only damaged files have longer ones
 
@@ -137,11 +137,13 @@ def _span(first: int | None, last: int | None) -> str:
 
 
 def _details(finding: Finding, run: Run, place: Callable[[Path], str], out: TextIO) -> list[str]:
-    values = ", ".join(f"{printable(name)} {number(value)}" for name, value in finding.numbers.items())
-    steps = f"{_span(finding.first_step, finding.last_step)} ({counted(finding.records, 'record')})"
-    rows = [("rule", f"{finding.rule}, {steps}" + (f"; {values}" if values else ""))]
+    rows = [("measured", finding.measured)] if finding.measured else []
     rows += [("healthy", finding.usual), *_bars(finding, out)]
     rows += [("why", finding.why), ("next", finding.next)]
+    steps = f"{_span(finding.first_step, finding.last_step)} ({counted(finding.records, 'record')})"
+    others = [*finding.numbers.items()][bool(finding.measured) :]
+    values = ", ".join(f"{printable(name)} {number(value)}" for name, value in others)
+    rows.append(("rule", f"{finding.rule}, {steps}" + (f"; {values}" if values else "")))
     if finding.others:
         more = len(finding.others) - _FEW
         names = ", ".join(printable(each, _LONGEST) for each in finding.others[:_FEW])
@@ -154,7 +156,7 @@ def _details(finding: Finding, run: Run, place: Callable[[Path], str], out: Text
             rows.append(("again", f"{command}  (runs the step again)"))
         else:
             rows.append(("again", f"{command} CHECKPOINT  (runs the step again, from a checkpoint before it)"))
-    return [line for name, text in rows for line in _row(name, text, out)]
+    return [line for name, text in rows for line in _row(name, printable(text, None), out)]
 
 
 def _row(name: str, text: str, out: TextIO) -> list[str]:

@@ -232,8 +232,9 @@ def padding_of(tokens: Tensor, padding: int) -> Tensor:
 
     Args:
         tokens: The tokens, ``[samples, positions]``.
-        padding: The padding token. Inside a sequence, this token is not padding. If every sequence begins with exactly
-            one padding token, that token counts as a start token.
+        padding: The padding token. Inside a sequence, this token is not padding. If it is inside of sequences at least
+            as often as at their ends, it is an ordinary token, and there is no padding. If every sequence begins with
+            exactly one padding token, that token counts as a start token.
 
     Example:
         >>> import torch
@@ -241,12 +242,16 @@ def padding_of(tokens: Tensor, padding: int) -> Tensor:
         [[1, 1, 0, 0, 0, 1]]
         >>> padding_of(torch.tensor([[0, 5, 6, 7], [0, 5, 6, 0]]), 0).long().tolist()
         [[0, 0, 0, 0], [0, 0, 0, 1]]
+        >>> padding_of(torch.tensor([[0, 5, 6, 7], [5, 0, 6, 7]]), 0).long().tolist()
+        [[0, 0, 0, 0], [0, 0, 0, 0]]
     """
     same = (tokens == padding).long()
     before, after = same.cumprod(1), same.flip(1).cumprod(1).flip(1)
+    inside = same.sum() - ((before + after) > 0).sum()
     # The start token of a decoder may be the same as the padding token.
     before = before * (before.sum(1) != 1).any()
-    return (before + after) > 0
+    at_ends = (before + after) > 0
+    return at_ends & (at_ends.sum() > inside)
 
 
 def some_of(tensor: Tensor) -> Tensor:

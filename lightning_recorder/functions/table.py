@@ -212,8 +212,9 @@ def function_sites(graph: Graph) -> dict[int, str]:
     for node in graph.nodes:
         if node.kind == "op" and node.name in FUNCTIONS and node.parent is not None:
             around = graph[node.parent]
-            # A torch module that is created where it is called is named after its class.
-            if around.parent is not None and around.name == around.type_name and around.name in TYPES:
+            # A torch module that is created where it is called is named after its class, and the second one ReLU#2.
+            name = around.name.partition("#")[0]
+            if around.parent is not None and name == around.type_name and name in TYPES:
                 around = graph[around.parent]
             counts[around.id, node.name] += 1
             found[node.id] = site_name(around.name, node.name, counts[around.id, node.name], taken)

@@ -265,7 +265,7 @@ def draw(
             past these functions, and the caption counts them.
         all: Show the functions of ``shapes``, the functions whose results reach neither an output nor the loss, the
             keys and values that are returned for a later call, functions that compute one number only from numbers, and
-            each of several functions that compute a constant, such as a table of positions.
+            each of several functions that compute a constant, such as a table of positions, or a sum.
         roll: Draw a module that is called several times once, with the number of calls.
         fold: Draw equal siblings once, with their number.
         max_nodes: Reduce the view until it has at most this many nodes, by the rules of :func:`fit_view`. ``None`` or

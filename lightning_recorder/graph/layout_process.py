@@ -383,10 +383,12 @@ def mirror(source: str, layout: Any) -> str:
         found = place(replace(new, middle=new.left + old.middle - old.left), first, lines, 0)
         text = new.width - sum(cells.values())
         start = new.left + old.middle - old.left - old.width / 2
-        if start + found["left"] + text < new.right:
+        width = text + sum(found.values())
+        titled = replace(new, middle=start + width / 2, width=width)
+        # Without a gap for the title, mirror the title, too: it was placed between the edges.
+        if start + found["left"] + text < new.right and is_free(titled, found, lines):
             widths[each["name"]] = found
-            middle = start + (text + sum(found.values())) / 2
-            each["lp"] = f"{middle:.2f},{each['lp'].partition(',')[2]}"
+            each["lp"] = f"{titled.middle:.2f},{each['lp'].partition(',')[2]}"
         else:
             widths[each["name"]] = {"left": cells["right"], "right": cells["left"]}
     return with_widths(source, widths)
@@ -650,12 +652,11 @@ def place(frame: Frame, widths: dict[str, int], lines: Sequence[Line], attempt: 
     If the frame has no such gap, the widths make the frame wider. They increase with each attempt, since the contents
     may move when the frame becomes wider.
     """
+    if is_free(frame, widths, lines):
+        return widths
     text = frame.width - widths["left"] - widths["right"]
     start = frame.middle - frame.width / 2
     crossed = [each for line in lines for each in crossings(line, frame)]
-    now = start + widths["left"] - 1, start + widths["left"] + _WIDER * text + 1
-    if all(right <= now[0] or left >= now[1] for left, right in crossed):
-        return widths
     gaps = list(gaps_between(crossed, frame.left + _MARGIN, frame.right - _MARGIN))
     free = [gap for gap in gaps if gap[1] - gap[0] >= text + 2 * _MARGIN]
     if free:
@@ -670,6 +671,14 @@ def place(frame: Frame, widths: dict[str, int], lines: Sequence[Line], attempt: 
     # Add generous space, since an edge may divide the new space.
     more = 2 * (text - widest) + 4 * _MARGIN + attempt * text / 4
     return {"left": 1, "right": round(max(inner - text, 0) + more)}
+
+
+def is_free(frame: Frame, widths: dict[str, int], lines: Sequence[Line]) -> bool:
+    """Return True if no edge crosses the title of a frame."""
+    start = frame.middle - frame.width / 2 + widths["left"]
+    end = start + _WIDER * (frame.width - widths["left"] - widths["right"]) + 1
+    crossed = (each for line in lines for each in crossings(line, frame))
+    return all(right <= start - 1 or left >= end for left, right in crossed)
 
 
 def lines_of(layout: Any) -> list[Line]:

@@ -252,6 +252,7 @@ class Graph:
         modules: Weak references to the modules of the recorded model by name, for :meth:`module`. They are ignored in
             comparisons and are not included in copies, pickles and the JSON form.
         unused: The modules and parameters that were not used or not trained.
+        packages: The first folders of those code lines of nodes that are in installed packages, such as ``timm``.
         left_out: Only in a view: the numbers of removed nodes, as text for the caption. Ignored in comparisons.
 
     Example:
@@ -274,6 +275,7 @@ class Graph:
     name: str = ""
     modules: Mapping[str, weakref.ref[Any]] = field(default_factory=dict, compare=False)
     unused: Unused = field(default_factory=Unused)
+    packages: tuple[str, ...] = ()
     left_out: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
@@ -431,9 +433,9 @@ class Graph:
     def to_json(self) -> dict[str, Any]:
         """Return the graph as JSON values.
 
-        The keys are ``version``, ``scope``, ``parameters``, ``name``, ``unused``, ``nodes`` and ``edges``. The values
-        of the last three have the fields of :class:`Unused`, :class:`Node` and :class:`Edge`. A node also has
-        ``output_bytes``. An empty ``part`` of an edge is left out.
+        The keys are ``version``, ``scope``, ``parameters``, ``name``, ``packages``, ``unused``, ``nodes`` and
+        ``edges``. The values of the last three have the fields of :class:`Unused`, :class:`Node` and :class:`Edge`. A
+        node also has ``output_bytes``. An empty ``part`` of an edge is left out.
 
         Example:
             >>> graph = Graph((Node(0, "module", "", None, 0),), ())
@@ -453,7 +455,7 @@ class Graph:
             for edge in self.edges
         ]
         about = {"version": _VERSION, "scope": self.scope, "parameters": self.parameters, "name": self.name}
-        return {**about, "unused": _plain(self.unused), "nodes": nodes, "edges": edges}
+        return {**about, "packages": self.packages, "unused": _plain(self.unused), "nodes": nodes, "edges": edges}
 
     @classmethod
     def from_json(cls, data: Any) -> Graph:
@@ -473,7 +475,8 @@ class Graph:
         try:
             nodes, edges = tuple(map(_node, data["nodes"])), tuple(map(_edge, data["edges"]))
             unused = Unused(**{key: tuple(names) for key, names in data.get("unused", {}).items()})
-            graph = cls(nodes, edges, data["scope"], data["parameters"], data.get("name", ""), unused=unused)
+            about = data["scope"], data["parameters"], data.get("name", "")
+            graph = cls(nodes, edges, *about, unused=unused, packages=tuple(data.get("packages", ())))
             for each in (*nodes, *edges, graph):
                 check_fields(each)
         except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:

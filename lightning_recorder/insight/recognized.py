@@ -11,6 +11,7 @@ __all__ = ["recognized"]
 
 _SUMS = ("add", "__add__", "add_", "__iadd__")
 _PRODUCTS = ("matmul", "__matmul__", "mm")
+_TURNED = ("T", "mT", "t")
 _DIFFERENCES = ("sub", "__sub__", "rsub", "__rsub__", "subtract")
 _ERRORS = {"square": "mse_loss", "pow": "mse_loss", "__pow__": "mse_loss", "abs": "l1_loss"}
 _CLAMPS = ("clamp", "clip", "clamp_", "clip_")
@@ -20,9 +21,10 @@ _TINY = 1e-3  # a clamp whose limits are at most this far from 0 and 1 only keep
 def recognized(graph: Graph) -> Graph:
     """Return a graph with torch functions in place of equivalent formulas, so that rules need to know only one form.
 
-    ``x @ weight + bias`` becomes ``linear``. The mean or the sum of squared or absolute differences between an output
-    and a tensor of the batch with the same shape becomes ``mse_loss`` or ``l1_loss``. A clamp that keeps probabilities
-    away from 0 and 1 becomes ``identity``. Other nodes do not change, and no node changes its id.
+    ``x @ weight + bias`` and ``x @ weight.T``, with or without a bias, become ``linear``. The mean or the sum of
+    squared or absolute differences between an output and a tensor of the batch with the same shape is ``mse_loss`` or
+    ``l1_loss``. A clamp that keeps probabilities away from 0 and 1 becomes ``identity``. Other nodes do not change, and
+    no node changes its id.
 
     Example:
         >>> import torch
@@ -75,20 +77,27 @@ class _Form:
         self._sources[node.id] = sources
 
     def layer(self, node: Node) -> None:
-        """Replace the sum that ends a linear layer."""
-        terms = self._into(node) if node.name in _SUMS else []
-        if len(terms) != 2 or terms[0].name not in _PRODUCTS or not self._is_used_once(terms[:1]):
+        """Replace the sum that ends a linear layer, or the product with a transposed weight."""
+        is_sum = node.name in _SUMS
+        terms = self._into(node) if is_sum else [node]
+        product, bias = terms[0] if terms else node, terms[1:]
+        sources = self._into(product) if product.name in _PRODUCTS else []
+        if len(terms) != 1 + is_sum or len(sources) != 2 or not product.inputs or sources[0].kind == "parameter":
             return
-        product, bias = terms
-        of_product = self._into(product)
-        if len(of_product) != 2 or not product.inputs:
+        turned = sources[1] if sources[1].name in _TURNED else None
+        weight = self._into(sources[1])[0] if turned is not None else sources[1]
+        offsets = [each.outputs[0] for each in bias if each.kind == "parameter" and len(each.outputs[0].shape) == 1]
+        if weight.kind != "parameter" or not weight.outputs or len(weight.outputs[0].shape) != 2:
             return
-        weight, offset = (each.outputs[0] if each.outputs else None for each in (of_product[1], bias))
-        are_parameters = of_product[1].kind == bias.kind == "parameter"
-        if are_parameters and weight and offset and len(weight.shape) == 2 and len(offset.shape) == 1:
-            turned = replace(weight, shape=weight.shape[::-1])
-            self._change(node, "linear", [*of_product, bias], [product.inputs[0], turned, offset], arguments=())
+        if len(offsets) != len(bias) or (is_sum and not self._is_used_once([product])) or not (is_sum or turned):
+            return
+        shape = weight.outputs[0].shape if turned is not None else weight.outputs[0].shape[::-1]
+        tensors = [product.inputs[0], replace(weight.outputs[0], shape=shape), *offsets]
+        self._change(node, "linear", [sources[0], weight, *bias], tensors, arguments=())
+        if is_sum:  # the product may have been replaced, too
             self._dropped.add(product.id)
+            self._changed.pop(product.id, None)
+            self._sources.pop(product.id, None)
 
     def error(self, node: Node) -> None:
         """Replace the mean or the sum that ends a squared or an absolute error."""

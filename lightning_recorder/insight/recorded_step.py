@@ -253,6 +253,23 @@ class RecordedStep:
             node = sources[0]
         return node.outputs[0].shape if node.outputs else None
 
+    def is_packaged(self, source: str) -> bool:
+        """Return True if a code line is in an installed package."""
+        return source.partition("/")[0].partition(":")[0] in self.graph.packages
+
+    @cached_property
+    def packaged(self) -> frozenset[str]:
+        """The names of the modules that run code of installed packages alone, such as a model of a library.
+
+        The layers of torch belong to the code that calls them.
+        """
+        found: dict[str, bool] = {}
+        for node in self.graph.nodes:
+            if node.source and node.parent is not None:
+                name = self.owner(node)
+                found[name] = found.get(name, True) and self.is_packaged(node.source)
+        return frozenset(name for name, is_packaged in found.items() if is_packaged)
+
     def place(self, node: Node) -> str:
         """Return the module that calls an operation, with the code line of the call."""
         owner = self.owner(node) or "training_step"

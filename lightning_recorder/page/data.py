@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_recorder.errors import ArgumentError
+from lightning_recorder.functions import function_sites
 from lightning_recorder.graph.model import Graph, Node
 from lightning_recorder.graph.renderers.details import source_link
 from lightning_recorder.graph.unused import joined_names
@@ -318,7 +319,19 @@ def _graph(graph: Graph, called: Collection[str]) -> dict[str, Any]:
             [edge.source, edge.target, edge.multiplicity, "" if edge.tensor is None else str(edge.tensor)]
             for edge in view.edges
         ],
+        "sites": _places(graph, {node.id for node in view.nodes}),
     }
+
+
+def _places(graph: Graph, shown: Collection[int]) -> dict[str, int]:
+    """Return the shown node of each function by its name in the records: the function, or a module that hides it."""
+    found: dict[str, int] = {}
+    for number, name in function_sites(graph).items():
+        node = graph[number]
+        while node.id not in shown and node.parent is not None:
+            node = graph[node.parent]
+        found.setdefault(name, node.id)
+    return found
 
 
 def _node(node: Node) -> dict[str, Any]:

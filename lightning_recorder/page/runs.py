@@ -16,6 +16,7 @@ from lightning_recorder.recordings.recording import Run
 from lightning_recorder.recordings.run_changes import settings_of
 
 if TYPE_CHECKING:
+    from lightning_recorder.insight import Diagnosis
     from lightning_recorder.recordings import Series
 
 __all__ = ["FEWEST_RUNS", "runs_table", "table_row"]
@@ -50,21 +51,28 @@ def runs_table(rows: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def table_row(run: Run) -> dict[str, Any]:
+def table_row(run: Run, known: Diagnosis | None = None) -> dict[str, Any]:
     """Return the table row of a run. Only a part of the records is read, so that many runs open fast.
 
-    The verdict is the one that the run wrote. If the run wrote none, it is examined.
+    Args:
+        run: The run.
+        known: The diagnosis of a run whose records are all read. By default, the diagnosis is the one that the run
+            wrote. If the run wrote none, it is examined.
     """
-    part = Run(run.name, run.directory, _MOST_RECORDS)
+    part, logged = (
+        (run, run)
+        if known is not None
+        else (Run(run.name, run.directory, _MOST_RECORDS), Run(run.name, run.directory, _MOST_LOGGED))
+    )
     try:
-        diagnosis = run.written_diagnosis or run.diagnosis
+        diagnosis = known or run.written_diagnosis or run.diagnosis
         return {
             "folder": str(run.log_dir),
             "healthy": diagnosis.is_healthy,
             "verdict": diagnosis.verdict,
             "finding": next((each.verdict for each in diagnosis.bad), ""),
             "settings": settings_of(part),
-            "metrics": _last_values(Run(run.name, run.directory, _MOST_LOGGED)),
+            "metrics": _last_values(logged),
             "strip": _strip(part),
         }
     except (DumpError, ArgumentError, OSError) as error:  # the other runs are still shown

@@ -39,8 +39,14 @@ def page_document(runs: Mapping[str, Run], path: str | Path | None = None, **opt
         DumpError: If a file of a run is damaged.
         OSError: If the file cannot be written.
     """
-    rows = runs_table({name: table_row(run) for name, run in runs.items()}) if len(runs) >= FEWEST_RUNS else ()
-    html = PageDocument(page_html(page_data(runs, table=rows, **options), f"{next(iter(runs))} · lightning_recorder"))
+    known = {name: run.diagnosis for name, run in runs.items()}
+    rows = (
+        runs_table({name: table_row(run, known[name]) for name, run in runs.items()})
+        if len(runs) >= FEWEST_RUNS
+        else ()
+    )
+    data = page_data(runs, table=rows, known=known, **options)
+    html = PageDocument(page_html(data, f"{next(iter(runs))} · lightning_recorder"))
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         write_whole(Path(path), lambda file: file.write(html.encode()))

@@ -281,7 +281,7 @@ class RecordReader:
     def _again(self, entry: Entry, read: Callable[[dict[str, Any]], Read]) -> Read:
         try:
             found = parse(self._tail.line_at(entry.offset))
-            sites = [(line[0], line[1]) for line in found["sites" if "sites" in found else "layout"]]
+            sites = [(entry[0], entry[1]) for entry in self._schemas.entries_of(found)]
             if found["step"] != entry.table.step or sites != list(entry.table.sites):
                 raise ValueError("its place holds another record")
             return read(found)

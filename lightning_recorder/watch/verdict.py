@@ -202,7 +202,8 @@ def finding_of_overflow(reading: Reading, *, rank: str = "") -> Finding:
     why = "The training diverges: the learning rate is too high, or the loss is scaled."
     following = "Lower the learning rate, look for a factor of the loss, or clip gradients."
     finding = _finding(NON_FINITE, "critical", "", reading, verdict, why, following)
-    return replace(finding, numbers={"batch": float(next(iter(reading.indices), 0)), "epoch": float(reading.epoch)})
+    batch = float(next(iter(reading.indices), 0))
+    return replace(finding, numbers={"batch": batch, "epoch": float(reading.epoch), ROSE: math.inf})
 
 
 def finding_of_spike(

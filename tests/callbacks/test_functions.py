@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
@@ -70,11 +70,12 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
-def fit(folder: Path, model: LightningModule, *callbacks: Any, steps: int = 12) -> Any:
+def fit(folder: Path, model: LightningModule, *callbacks: Any, steps: int = 12, batches: int = 1) -> Any:
     """Train a model and return the parsed receipt and the findings."""
     trainer = Trainer(
         max_steps=steps,
         max_epochs=-1,
+        accumulate_grad_batches=batches,
         callbacks=list(callbacks),
         default_root_dir=folder,
         logger=False,
@@ -209,6 +210,41 @@ def test_an_optimizer_that_steps(optimizer: type[torch.optim.SGD], modes: int, n
     activations, gradients = (kind(every_n_train_steps=1) for kind in (ActivationRecorder, GradientRecorder))
     fit(tmp_path, Model(F.relu), activations, gradients, steps=2)
     assert set(seen) == {modes}
+    assert {site.name for site in activations.latest if site.name.startswith("gelu")} == names
+
+
+@pytest.mark.parametrize(
+    ("batches", "has_penalty", "modes", "names"),
+    [
+        (1, False, [0, 0], {"gelu"}),
+        (2, False, [1, 1], {"gelu"}),
+        (1, True, [1, 1], {"gelu", "gelu#2"}),
+    ],
+)
+def test_the_mode_ends_before_gradients_are_cleared(
+    batches: int, has_penalty: bool, modes: list[int], names: set[str], tmp_path: Path
+) -> None:
+    """The mode ends with the loss, unless batches are accumulated or the model adds to its loss before the backward."""
+    seen: list[int] = []
+
+    class Penalized(Net):
+        """Adds to its loss."""
+
+        @override
+        def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            (loss + F.gelu(self.head.weight).sum()).backward()
+
+    class Notes(Callback):
+        """Notes the number of function modes."""
+
+        @override
+        def on_before_backward(self, *args: Any) -> None:
+            seen.append(torch._C._len_torch_function_stack())
+
+    activations = ActivationRecorder(every_n_train_steps=1)
+    model = (Penalized if has_penalty else Net)(F.relu)
+    fit(tmp_path, model, activations, Notes(), steps=2, batches=batches)
+    assert seen == modes * batches
     assert {site.name for site in activations.latest if site.name.startswith("gelu")} == names
 
 

@@ -37,7 +37,7 @@ from lightning_recorder.callbacks import watch as watch_module
 from lightning_recorder.callbacks.reproduce import need_parameters, reproduce
 from lightning_recorder.callbacks.watched_run import WatchedRun
 from lightning_recorder.errors import RecorderError
-from lightning_recorder.insight import Finding
+from lightning_recorder.insight import ROSE, Finding
 from tests import forks
 from tests.reductions.test_base import NoReading
 from tests.watch.late import arrive_late
@@ -334,6 +334,7 @@ def test_a_norm_that_overflows_blames_no_gradient(tmp_path: Path) -> None:
     finding = only(watch)
     assert finding.verdict.startswith("the gradient norm overflows first at step 3 (batch 3 of epoch 0): the loss is ")
     assert finding.module == ""
+    assert finding.numbers[ROSE] == math.inf  # a divergence, so that a cause in the records is named before it
 
 
 class Diverging(LightningModule):

@@ -49,8 +49,8 @@ def test_the_first_line_names_the_culprit(runs: Path) -> None:
     assert lines[0].startswith(
         "warning: encoder.act returns only zeros from step 2 on: its input from encoder.fc is at"
     )
-    assert lines[1] == "  rule    dead-output, steps 2 to 5 (4 records); zero_fraction 1"
-    assert lines[2] == "  healthy at most 0.8, for a ReLU about 0.5"
+    assert lines[1] == "  measured zero fraction 1"
+    assert lines[2] == "  healthy  at most 0.8, for a ReLU about 0.5"
     words = lines[3].split()
     assert (words[:2], len(words[2]), words[4:]) == (
         ["trend", "zero_fraction"],
@@ -58,7 +58,8 @@ def test_the_first_line_names_the_culprit(runs: Path) -> None:
         ["to", "1,", "steps", "0", "to", "5"],
     )
     options = "encoder.act --recorder activations --statistic zero_fraction --details"
-    assert f"  show    lightning-recorder show {runs / 'sick'} {options}" in lines
+    assert "  rule     dead-output, steps 2 to 5 (4 records)" in lines
+    assert f"  show     lightning-recorder show {runs / 'sick'} {options}" in lines
     assert lines[-1] == "1 finding in 6 records of 6 sites, steps 0 to 5"
     assert len(lines) <= 20
 
@@ -134,7 +135,7 @@ def test_a_finding_about_a_block(tmp_path: Path) -> None:
     writer.write({"step": 7}, sites)
     lines = run("doctor", tmp_path).out.splitlines()
     assert lines[0].startswith("warning: the gradient grows 40-fold on its way back through blocks.1")
-    assert lines[1].startswith("  rule    gradient-step, step 7 (1 record); ")
+    assert any(each.startswith("  rule     gradient-step, step 7 (1 record); first ") for each in lines)
     said = run(*shlex.split(next(each for each in lines if each.startswith("  show")))[2:])
     assert said.status == 0
     assert "blocks.1.fc" in said.out
@@ -151,11 +152,11 @@ def test_a_finding_of_the_watch(tmp_path: Path) -> None:
     (folder / "replay.py").touch()
     lines = run("doctor", tmp_path).out.splitlines()
     command = f"python {folder / 'replay.py'}"
-    assert f"  again   {command} CHECKPOINT  (runs the step again, from a checkpoint before it)" in lines
+    assert f"  again    {command} CHECKPOINT  (runs the step again, from a checkpoint before it)" in lines
     (folder / "parameters.safetensors").touch()
     lines = run("doctor", tmp_path).out.splitlines()
     assert lines[0] == "critical: NaN first in the encoder"
-    assert f"  again   {command}  (runs the step again)" in lines
+    assert f"  again    {command}  (runs the step again)" in lines
     said = run(*shlex.split(next(each for each in lines if each.startswith("  show")))[2:])
     assert (said.status, "encoder.fc" in said.out) == (0, True)
 
@@ -216,7 +217,12 @@ def test_hostile_names(tmp_path: Path) -> None:
     writer.begin(label="activations", group="activations")
     for step in range(3):
         writer.write({"step": step}, [site_of(name, "out", {"zero_fraction": 1.0, "rms": 0.0})])
-    said = run("doctor", tmp_path)
+    folder = tmp_path / "recorder" / "incidents" / "step-3"
+    folder.mkdir(parents=True)
+    texts = "\x1b[2Jwhy", "\x1b[2Jnext", "below 3\x1b[2J"
+    finding = Finding("non-finite", "critical", name, "", 3, 3, 1, "NaN \x1b[2J", *texts, {"\x1b[2J": 1.0, name: 2.0})
+    (folder / "finding.json").write_text(json.dumps(findings_to_json([finding])))
+    said = run("doctor", tmp_path, "--all")
     assert said.status == 1
     assert "\x1b" not in said.out
     assert not any(line.lstrip().startswith("; rm") for line in said.out.splitlines())

@@ -283,6 +283,16 @@ def test_the_token_that_starts_each_sequence_is_no_padding(starts: int) -> None:
     assert all(math.isnan(each) for each in shares) if starts == 1 else min(shares) > 0
 
 
+def test_a_token_that_is_inside_of_sequences_is_no_padding() -> None:
+    """Where the token of the padding is a usual token, some sequences begin or end with it, but most have it inside."""
+    tokens = torch.arange(SAMPLES * LENGTH).reshape(SAMPLES, LENGTH) % 7
+    assert (tokens[:, -1] == 0).any()
+    net = Padded("fused", masked=False)
+    found = recorded(nn.Sequential(net), lambda: net(tokens))
+    (name,) = (each for each in found if "embedding" not in each)
+    assert not any(each > 0 for each in found[name]["attention_padding"])
+
+
 def test_another_sequence() -> None:
     """Attention to another sequence has no distance."""
     query, key, value = sides(keys=33)

@@ -94,15 +94,15 @@ def test_a_module_that_is_made_where_it_is_called_is_a_function() -> None:
             self.weight = nn.Parameter(torch.ones(4))
 
         def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = nn.Softmax(dim=-1)(nn.ReLU()(x.relu()) * self.weight)
+            found: Tensor = nn.Softmax(dim=-1)(nn.ReLU()(nn.ReLU()(x.relu())) * self.weight)
             return found
 
     net, x = nn.Sequential(nn.Sequential(Made(), nn.Linear(4, 4)), nn.ReLU()), torch.randn(5, 4)
     with GraphCapture(net, x) as capture:
         net(x)
     found = recorded(net, lambda: nn.CrossEntropyLoss()(net(x), torch.arange(4).repeat(2)[:5] % 4))
-    assert list(found) == ["0.0.relu", "0.0.relu#2", "0.0.softmax", "cross_entropy"]
-    assert [*function_sites(capture.graph()).values()] == [*list(found)[:3], "1.relu"]
+    assert list(found) == ["0.0.relu", "0.0.relu#2", "0.0.relu#3", "0.0.softmax", "cross_entropy"]
+    assert [*function_sites(capture.graph()).values()] == [*list(found)[:4], "1.relu"]
 
 
 def test_outputs_are_those_of_the_functions(net: Net) -> None:

@@ -173,3 +173,14 @@ def test_a_mirrored_layout() -> None:
         assert lines[0]["pos"].startswith(f"e,{300 - edge}")
         assert cells.format(left, 40 - left) in source
         assert frame["lp"] == "158.00,90"
+
+
+def test_a_mirrored_title_without_a_gap() -> None:
+    """A title that fits into no gap behind the edges is mirrored to where it was before, between two edges."""
+    cells = '<td port="left" width="18"></td><td>title</td><td port="right" width="22"></td>'
+    frame: dict[str, Any] = {"name": "cluster_1", "bb": "0,0,200,110", "lp": "58,90", "lwidth": "1.39"}
+    frame["lheight"] = "0.28"
+    edges = [{"tail": 0, "head": 1, "pos": straight(edge, 120, 60)} for edge in (22, 97, 150)]
+    source = mirror(f"subgraph cluster_1 {{ {cells}", {"bb": "0,0,300,110", "objects": [frame], "edges": edges})
+    assert frame["lp"] == "242.00,90"
+    assert '<td port="left" width="22"></td>' in source

@@ -496,10 +496,10 @@ def test_blocks_of_branches_stand_below_each_other(tmp_path: Path) -> None:
 
 def test_tables_side_by_side_are_in_order(tmp_path: Path) -> None:
     """Embeddings in several rows begin with the first one, from left to right and downwards."""
-    tables = {f"t{number}": nn.Embedding(10 + number, 4) for number in range(26)}
+    tables = {f"t{number}": nn.Embedding(10, 4 + number) for number in range(26)}
 
     def forward(net: Any, *ids: Tensor) -> Tensor:
-        return torch.stack([table(each) for table, each in zip(net.children(), ids, strict=True)])
+        return torch.cat([table(each) for table, each in zip(net.children(), ids, strict=True)], 1)
 
     drawing = draw(Net(forward, **tables), [torch.zeros(2, dtype=torch.long)] * 26)
     picture = read_svg(drawing.save(tmp_path / "graph.svg"))
@@ -766,6 +766,48 @@ def test_the_input_is_above_the_frame_that_takes_it(tmp_path: Path) -> None:
     part.scale = nn.Parameter(torch.ones(4))
     net = Net(lambda net, x: net.part(x), part=part)
     drawing = draw(net, X)
+    picture = read_svg(drawing.save(tmp_path / "graph.svg"))
+    start = next(node for node in drawing.view.nodes if node.kind == "input")
+    frame = next(item for item in picture.items if item.kind == "cluster")
+    assert picture.named(f"n{start.id}").bottom <= frame.top
+
+
+def test_an_input_that_a_frame_takes_late_is_inside(tmp_path: Path) -> None:
+    """The labels of a model that computes its loss are in its frame, above the loss. The first input is outside.
+
+    A mask that each repetition takes is not inside the repeated frame.
+    """
+
+    def inner(net: Any, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        for block in net.blocks:
+            x = block(x, mask)
+        return torch.nn.functional.mse_loss(net.head(x), labels)
+
+    def block(net: Any, x: Tensor, mask: Tensor) -> Tensor:
+        return net.fc(x) * mask  # type: ignore[no-any-return]  # the attributes are not declared
+
+    blocks = nn.ModuleList(Net(block, fc=linear()) for _ in range(3))
+    net = Net(lambda net, *inputs: net.part(*inputs), part=Net(inner, blocks=blocks, head=linear()))
+    drawing = draw(net, [X, X + 1, X + 2])
+    picture = read_svg(drawing.save(tmp_path / "graph.svg"))
+    boxes = [picture.named(f"n{node.id}") for node in drawing.view.nodes if node.kind == "input"]
+    outer, repeated = (item for item in picture.items if item.kind == "cluster")
+    inside = [
+        [frame.left < box.left and box.right < frame.right and frame.top < box.top for box in boxes]
+        for frame in (outer, repeated)
+    ]
+    assert inside == [[False, True, True], [False, False, False]]
+    loss = next(node for node in drawing.view.nodes if node.name == "mse_loss")
+    assert boxes[2].bottom < picture.named(f"n{loss.id}").top
+
+
+def test_the_input_is_above_a_frame_whose_first_layer_takes_a_constant(tmp_path: Path) -> None:
+    """An input is above the frame even if each node that takes it also takes a constant of the frame."""
+
+    def inner(net: Any, x: Tensor) -> Tensor:
+        return net.act(net.fc(x * torch.ones(4).cumsum(0)))  # type: ignore[no-any-return]  # as above
+
+    drawing = draw(Net(lambda net, x: net.part(x), part=Net(inner, fc=linear(), act=nn.ReLU())), X)
     picture = read_svg(drawing.save(tmp_path / "graph.svg"))
     start = next(node for node in drawing.view.nodes if node.kind == "input")
     frame = next(item for item in picture.items if item.kind == "cluster")

@@ -12,6 +12,7 @@ from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 from xml.etree import ElementTree as ET
 
 import numpy as np
@@ -825,15 +826,17 @@ def test_a_finding_has_numbers_and_neighbors(page: Page, blocks: Path) -> None:
 
 
 class Loss(nn.Module):
-    """A layer and its loss."""
+    """A layer and its loss; with more targets, the sum of the loss and of losses of modules made in ``forward``."""
 
-    def __init__(self) -> None:
+    def __init__(self, *targets: int) -> None:
         super().__init__()
         self.head = nn.Linear(2, 3)
+        self.targets = targets or (0,)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = nn.functional.cross_entropy(self.head(x), torch.tensor([0]))
-        return found
+        first, *more = (torch.tensor([each]) for each in self.targets)
+        found: torch.Tensor = nn.functional.cross_entropy(self.head(x), first)
+        return sum((nn.CrossEntropyLoss()(self.head(x), each) for each in more), found)
 
 
 def test_a_finding_about_the_loss_or_the_data_has_a_place(page: Page, tmp_path: Path) -> None:
@@ -858,6 +861,28 @@ def test_a_finding_about_the_loss_or_the_data_has_a_place(page: Page, tmp_path: 
     expect(page.locator("aside.layer h2")).to_have_text("cross_entropy")
     expect(page.locator("g.node.sick .title")).to_have_text(["input", "cross_entropy"])
     expect(page.locator("g.node.chosen .title")).to_have_text("cross_entropy")
+
+
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        ("cross_entropy", "cross_entropy"),
+        ("cross_entropy#2", "CrossEntropyLoss"),
+        ("cross_entropy#3", "CrossEntropyLoss#2"),
+    ],
+)
+def test_each_call_of_a_function_has_its_node(page: Page, tmp_path: Path, name: str, title: str) -> None:
+    """The panel of a call of a function is that of its name in the records, and the graph marks this call."""
+    run = written(tmp_path, [[1.0, 2.0, 3.0]], ["cross_entropy", "cross_entropy#2", "cross_entropy#3"])
+    graph = capture_graph(Loss(0, 1, 2), torch.ones(1, 2))
+    (run.directory / "graph.json").write_text(json.dumps(graph.to_json()))
+    (tmp_path / "page.html").write_text(page_html(page_data({run.name: run}), "loss"))
+    opened(page, tmp_path / "page.html", f"#tab=graph&layer={quote(name)}")
+    expect(page.locator("aside.layer h2")).to_have_text(name)
+    expect(page.locator("aside.layer .chain")).to_contain_text(name)
+    expect(page.locator("g.node.chosen .title")).to_have_text([title])
+    page.locator("g.node.chosen").click()
+    expect(page.locator("aside.layer h2")).to_have_text(name)
 
 
 def test_a_finding_about_parameters_shows_their_updates(page: Page, runs: Path, tmp_path: Path) -> None:

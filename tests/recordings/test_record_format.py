@@ -220,6 +220,11 @@ def test_damaged_values_are_skipped(value: object, tmp_path: Path) -> None:
         ("further", {"0": {"a": "one"}}),
         ("layout", [["fc", "out", None, None]] * 2),
         ("layout", [["fc", "out"]]),
+        ("layout", "no base64!"),
+        ("layout", text_of(b"[")),
+        ("layout", text_of(b"2")),
+        ("layout", text_of(b"[" * 100_000)),
+        ("layout", text_of(b'[["fc", "out", null, null]]')),
         ("columns", ["rms", "rms"]),
     ],
 )

@@ -20,7 +20,7 @@ import torch
 
 import lightning_recorder
 from lightning_recorder import ArgumentError, RecorderWarning
-from lightning_recorder.recordings import RecordWriter, Schema, Table, records_path
+from lightning_recorder.recordings import RecordWriter, Schema, Table, open_recording, records_path
 from lightning_recorder.records import file as file_module
 from lightning_recorder.taps import Site
 from tests.disks import files_up_to
@@ -87,6 +87,22 @@ def test_a_record_is_a_line(tmp_path: Path) -> None:
         "sizes": [5, None],
         "layout": [["conv", "out", "float32", [2, 3]], ["", "out[1]", None, None]],
     }
+
+
+def test_a_long_layout_is_compressed(tmp_path: Path) -> None:
+    """The layout of many sites is base64 of zlib of its JSON, which is much shorter, and is read like a plain one."""
+    sites = [site_of(f"blocks.{place}.linear", "out", {"rms": 1.0}, None, "float32", (8, 2)) for place in range(200)]
+    begun(tmp_path / "recorder" / "records" / "a.jsonl").write({"step": 3}, sites)
+    path = tmp_path / "recorder" / "records" / "a.jsonl"
+    line = lines(path)[1]
+    plain = [[f"blocks.{place}.linear", "out", "float32", [8, 2]] for place in range(200)]
+    assert json.loads(zlib.decompress(base64.b64decode(line["layout"]))) == plain
+    assert 10 * len(line["layout"]) < len(json.dumps(plain))
+    series = open_recording(tmp_path)["activations"]
+    assert [site.name for site in series.sites] == [name for name, *_ in plain]
+    header = path.read_bytes().splitlines()[0]
+    path.write_bytes(header + b"\n" + json.dumps({**line, "layout": plain}).encode() + b"\n")
+    assert open_recording(tmp_path)["activations"].sites == series.sites
 
 
 def test_several_records_are_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,8 +206,9 @@ def test_a_full_disk(header: bool, tmp_path: Path) -> None:
         warnings.simplefilter("always")
         with files_up_to(1000 if header else 100):
             writer.begin(label="a", group="a")
+            name = "".join(map(str, range(400)))  # long, also if it is compressed
             for step in range(3):
-                writer.write({"step": step}, [site_of("fc" * 500, "out", {"rms": 0.5})])
+                writer.write({"step": step}, [site_of(name, "out", {"rms": 0.5})])
         writer.write({"step": 3}, [])
     assert [line.get("step") for line in lines(path)] == [None, 3]
     assert writer.written_bytes == path.stat().st_size

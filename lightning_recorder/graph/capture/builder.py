@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_recorder.graph.capture.call_arguments import Given, describe_arguments
+from lightning_recorder.graph.capture.function_calls import installed_packages
 from lightning_recorder.graph.model import IN_PLACE, Edge, Graph, Kind, Node, TensorMeta
 from lightning_recorder.graph.unused import Unused
 from lightning_recorder.internals.autograd import without_class
@@ -307,19 +308,28 @@ class GraphBuilder:
         for place, key in enumerate(self._edges) if self._outputs else ():
             if key in self._outputs:
                 edges[place].outputs = self._outputs[key]
-        self._note_in_place(drafts)
+        self._note_in_place(drafts, edges)
         used = {each.source for each in edges}
         # A tensor that only callbacks used has no edge.
         drafts = [each for each in drafts if each.id in used or each.kind not in _FROM_OUTSIDE]
-        return Graph(tuple(_frozen(Node, drafts)), tuple(_frozen(Edge, edges)), scope, parameters, unused=unused)
+        packages = installed_packages({each.source for each in drafts})
+        nodes, arrows = tuple(_frozen(Node, drafts)), tuple(_frozen(Edge, edges))
+        return Graph(nodes, arrows, scope, parameters, unused=unused, packages=packages)
 
-    def _note_in_place(self, drafts: Sequence[Draft]) -> None:
-        """Mark functions that wrote to one of their inputs, and module calls that consist of one such function."""
+    def _note_in_place(self, drafts: Sequence[Draft], edges: Iterable[_DraftEdge]) -> None:
+        """Mark functions that wrote to one of their inputs, and module calls that consist of one such function.
+
+        A function that stops a gradient keeps that note, unless only such functions take its result: then its purpose
+        is to write.
+        """
+        writing = set(self.in_place)
+        used = {edge.source for edge in edges if edge.target not in writing} if writing else set()
         for number in self.in_place:
             around = drafts[number].parent or 0
             alone = number == around + 1 and (number + 1 == len(drafts) or drafts[number + 1].parent != around)
             for each in (number, around) if alone and around else (number,):
-                drafts[each].note = drafts[each].note or IN_PLACE
+                is_update = drafts[each].note == "no_grad" and each not in used
+                drafts[each].note = IN_PLACE if is_update else drafts[each].note or IN_PLACE
 
 
 _TARGET = 0xFFFFFFFF

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -25,6 +26,7 @@ __all__ = [
     "CustomCall",
     "find_caller",
     "function_name",
+    "installed_packages",
     "tensors_in",
     "writes",
 ]
@@ -234,10 +236,8 @@ def _part_of(module: str, function: str) -> _Part:
 @lru_cache
 def _short_path(path: str) -> str:
     """Return the path of a file without the folders that differ between machines."""
-    for folder in ("site-packages", "dist-packages"):
-        _, found, inside = path.replace("\\", "/").rpartition(f"/{folder}/")
-        if found:
-            return inside
+    if inside := _inside_of_packages(path):
+        return inside
     if (cell := cell_or_path(path)) != path:
         return cell
     try:
@@ -245,3 +245,31 @@ def _short_path(path: str) -> str:
     except ValueError:  # on another drive of Windows
         return path
     return path if relative.startswith("..") else relative.replace("\\", "/")
+
+
+def _inside_of_packages(path: str) -> str:
+    """Return the path of a file in a folder of installed packages; an empty string if it is in no such folder."""
+    path = path.replace("\\", "/")
+    for name in ("site-packages", "dist-packages"):
+        _, found, inside = path.rpartition(f"/{name}/")
+        if found:
+            return inside
+    # pip install --target writes into any folder.
+    folders = (f"{each.replace(chr(92), '/').rstrip('/')}/" for each in sys.path if each)
+    return next((path[len(each) :] for each in folders if path.startswith(each) and _has_packages(each)), "")
+
+
+@lru_cache
+def _has_packages(folder: str) -> bool:
+    """Return True for a folder into which pip has installed a package."""
+    try:
+        return any(Path(folder).glob("*.dist-info"))
+    except OSError:
+        return False
+
+
+def installed_packages(sources: Iterable[str]) -> tuple[str, ...]:
+    """Return the first folders of those code lines of a graph that are in installed packages, such as ``timm``."""
+    first = {each.partition("/")[0].partition(":")[0] for each in sources}
+    files = {each: getattr(sys.modules.get(each.removesuffix(".py")), "__file__", None) for each in first if each}
+    return tuple(sorted(each for each, file in files.items() if file and _inside_of_packages(file)))

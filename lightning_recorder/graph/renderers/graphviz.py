@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -112,7 +113,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         self.frames = frames
         self.legend = legend
         if frames:
-            self.graph = graph = with_ports(graph)
+            self.graph = graph = with_ports(_with_late_inputs(graph))
         self._main = main_path(graph)
         self._styles = {node.id: self._style(node) for node in drawn_nodes(graph)}
         self._sizes = self._estimated()
@@ -320,13 +321,22 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
                 super().render_nodes(frame, part)
 
     def _render_part(self, canvas: Digraph, call: Node, children: list[Node], suffix: str = "") -> None:
-        """Add children of a call to the canvas. The nodes of a loss get a frame of their own."""
-        scopes = dict.fromkeys(child.scope for child in children if child.scope.startswith(LOSS))
-        if call is not self.graph.root or not self.frames or not scopes:
+        """Add children of a call to the canvas. The nodes of a loss get a frame of their own.
+
+        A function without a gradient, such as one that computes a target with a second network, is outside of it.
+        """
+        scopes: dict[int, str] = {}
+        if call is self.graph.root and self.frames:
+            trained = {child.scope for child in self.graph.children(call) if child.autograd}
+            for child in children:
+                is_part = child.kind != "op" or child.autograd or child.scope not in trained
+                if child.scope.startswith(LOSS) and is_part:
+                    scopes[child.id] = child.scope
+        if not scopes:
             self.render_nodes(canvas, children)
             return
-        for scope in ("", *scopes):
-            part = [child for child in children if (child.scope if child.scope in scopes else "") == scope]
+        for scope in ("", *dict.fromkeys(scopes.values())):
+            part = [child for child in children if scopes.get(child.id, "") == scope]
             if not scope:
                 self.render_nodes(canvas, part)
                 continue
@@ -399,6 +409,47 @@ def main_path(graph: Graph) -> set[tuple[int, int]]:
         path.add((before[end], end))
         end = before[end]
     return path
+
+
+def _with_late_inputs(graph: Graph) -> Graph:
+    """Move inputs, such as the labels of a model that computes its loss, into the frame in which they are first used.
+
+    Such a frame computes something before it takes the input. Outside of the frame, the input would be beside it, far
+    from the node that uses it. An input is not moved into a repeated frame.
+    """
+    users: dict[int, list[int]] = {}
+    for edge in graph.edges:
+        if edge.target not in users.setdefault(edge.source, []):
+            users[edge.source].append(edge.target)
+    behind: dict[int, set[int]] = {}
+    """By node: the frames with a closed call that the node depends on."""
+    place = {node.id: number for number, node in enumerate(graph.nodes)}
+    parents = {node.parent for node in graph.nodes}
+    for node in graph.nodes:
+        found = behind.setdefault(node.id, set())
+        for edge in graph.into(node):
+            source = graph[edge.source]
+            if place[source.id] < place[node.id]:
+                found |= behind[source.id]
+                is_layer = source.kind == "module" and source.id not in parents
+                found.update(each.id for each in graph.ancestors(source) if is_layer)
+    moved: dict[int, list[Node]] = {}
+    """By node inside a frame: the inputs to put before it."""
+    for node in graph.nodes:
+        if node.kind != "input" or not users.get(node.id):
+            continue
+        first = min(users[node.id], key=place.__getitem__)
+        common = [{each.id for each in graph.ancestors(graph[user])} for user in users[node.id]]
+        frames = [each for each in graph.ancestors(graph[first]) if all(each.id in one for one in common)]
+        whole = [each for at, each in enumerate(frames) if all(outer.repeats == 1 for outer in frames[at:])]
+        frame = next((each for each in whole if each.id in behind[first]), graph.root)
+        if frame is not graph.root:
+            path = (graph[first], *graph.ancestors(graph[first]))
+            user = next(each for each in path if each.parent == frame.id)
+            moved.setdefault(user.id, []).append(replace(node, parent=frame.id, depth=frame.depth + 1))
+    gone = {node.id for nodes in moved.values() for node in nodes}
+    kept = [each for node in graph.nodes if node.id not in gone for each in (*moved.get(node.id, ()), node)]
+    return replace(graph, nodes=tuple(kept)) if gone else graph
 
 
 def _kinds(graph: Graph) -> Iterable[Kind]:

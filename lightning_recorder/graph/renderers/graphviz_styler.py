@@ -19,7 +19,7 @@ from lightning_recorder.graph.renderers.details import (
     source_link,
 )
 from lightning_recorder.graph.renderers.escape import dot_attribute, dot_label
-from lightning_recorder.graph.views.constants import CONSTANT
+from lightning_recorder.graph.views.constants import CONSTANT, UPDATE
 from lightning_recorder.graph.views.dense import DENSE
 from lightning_recorder.graph.views.ports import CHAIN
 from lightning_recorder.graph.views.show_unused import NEVER_CALLED
@@ -239,7 +239,7 @@ def _repetition(node: Node, graph: Graph) -> str:
 def _sign(node: Node, graph: Graph) -> str:
     """Return a label with ``+`` or ``×`` for a plain addition or multiplication of tensors, else ""."""
     into = graph.into(node)
-    several = len(into) > 1 or sum(labels.times(edge, graph) for edge in into) > 1
+    several = len(into) > 1 or any(edge.relates("all") or labels.times(edge, graph) > 1 for edge in into)
     is_plain = node.kind == "op" and several and node.repeats == 1 and not (node.parameters or node.remark)
     text = _SIGNS.get(node.name, "") if is_plain else ""
     text += "=" if text and node.note == IN_PLACE else ""
@@ -256,7 +256,7 @@ def _label(node: Node, graph: Graph, *, shapes: bool, details: Iterable[str] = (
     lines = [_bold(name) if node.kind in _PROMINENT else dot_label(name)] if name else []
     if about := labels.class_and_size(node) if node.kind in ("module", "op") else node.type_name:
         lines.append(small(about))
-    if node.note.endswith((NEVER_CALLED, DENSE, CONSTANT)) and "note" not in details:
+    if node.note.endswith((NEVER_CALLED, DENSE, CONSTANT, UPDATE)) and "note" not in details:
         lines.append(small(node.note))
     further = labels.same_weights(node, graph), labels.unused(node, graph), labels.shown_dilations(node, graph)
     lines += [small(each) for each in further if each]

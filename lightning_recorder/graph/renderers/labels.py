@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_recorder.graph.model import IN_PLACE, RECOMPUTED, VMAPPED, Edge, Graph, Node
+from lightning_recorder.graph.views.constants import UPDATE
 from lightning_recorder.graph.views.dilations import dilations_in
+from lightning_recorder.graph.views.forms import parameter_counts
 
 __all__ = [
     "caption",
@@ -32,6 +35,7 @@ __all__ = [
     "with_all_times",
 ]
 
+_MOST_MODULES = 4  # the maximum number of modules that the node of an update lists
 _LONGEST_NAME = 60  # maximum number of characters
 _MOST_SHAPES = 2
 _MOST_DILATIONS, _MOST_UNSORTED = 4, 12
@@ -119,12 +123,15 @@ def shown_class(node: Node) -> str:
 def size(node: Node) -> str:
     """Return the number of parameters of a module and its submodules, with the number of used ones if some are unused.
 
+    For a folded call of modules with different numbers, the smallest and the largest number are returned.
     ``the same each time`` is added if all repetitions of an enclosing folded node have the same parameters. The text is
     empty if there are no parameters.
     """
-    total = node.total_parameters or node.parameters
+    least, *most = parameter_counts(node)
+    if most:
+        return f"{short_count(least)}…{short_count(most[0])} parameters"
     again = ", the same each time" if node.shared and node.repeats == 1 else ""
-    return _counts(total, node.used_parameters) + again if total else ""
+    return _counts(least, node.used_parameters) + again if least else ""
 
 
 def _counts(total: int, used: int | None) -> str:
@@ -158,18 +165,48 @@ def same_weights(node: Node, graph: Graph) -> str:
 
 
 def unused(node: Node, graph: Graph) -> str:
-    """Return ``not used for the loss`` or ``not used for the output`` for a call with an unused result, else ""."""
+    """Return ``not used for the loss`` or ``not used for the output`` for a call with an unused result, else "".
+
+    For a call that represents several modules, some of which got no gradient, the text names the first of these.
+    """
+    if node.kind != "module" or graph.children(node):
+        return ""
     kinds = {each.kind for each in graph.nodes} & {"backward", "output"}
-    alone = node.kind == "module" and node.outputs and not graph.out_of(node) and not graph.children(node)
-    return f"not used for the {'loss' if 'backward' in kinds else 'output'}" if alone and kinds else ""
+    text = f"not used for the {'loss' if 'backward' in kinds else 'output'}"
+    if kinds and node.outputs and not graph.out_of(node):
+        return text
+    idle = _without_gradient(node, graph) if kinds and node.members else []
+    if not idle or len(idle) == len(node.members):
+        return ""
+    around = next((call.name for call in graph.ancestors(node) if idle[0].startswith(f"{call.name}.")), "")
+    more = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
+    return f"{_shortened(idle[0].removeprefix(f'{around}.'))}{more}: {text}"
+
+
+def _without_gradient(node: Node, graph: Graph) -> list[str]:
+    """Return the names of the modules of a folded call whose parameters got no gradient."""
+    names = {each for name in graph.unused.parameters for each in (name, name.rpartition(".")[0])}
+    return [name for name in node.members if name in names]
 
 
 def tied_to(node: Node) -> str:
     """Return the names of the tensors that a node shares with other modules; empty if there are none."""
     if not node.tied:
         return ""
-    more = f" and {len(node.tied) - 1} more" if len(node.tied) > 1 else ""
-    return f"{'uses' if node.kind in ('op', 'backward') else 'tied to'} {_shortened(node.tied[0])}{more}"
+    names, most = (_outermost(node.tied), _MOST_MODULES) if node.note.endswith(UPDATE) else (node.tied, 1)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (
+        f"{'uses' if node.kind in ('op', 'backward') else 'tied to'} {', '.join(map(_shortened, names[:most]))}{more}"
+    )
+
+
+def _outermost(names: Sequence[str]) -> list[str]:
+    """Return the outermost modules, or tensors, that differ in the names of tensors."""
+    parts = [name.split(".") for name in names]
+    same = next(
+        (at for at, each in enumerate(zip(*parts, strict=False)) if len(set(each)) > 1), len(min(parts, key=len))
+    )
+    return [*dict.fromkeys(".".join(each[: same + 1]) for each in parts)]
 
 
 def shown_shapes(node: Node) -> str:

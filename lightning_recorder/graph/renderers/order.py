@@ -30,8 +30,10 @@ class _Order:
         self._onward = [edge for edge in graph.edges if not edge.relates("next") and edge.source != edge.target]
         self._place = {node.id: number for number, node in enumerate(graph.nodes)}
         self._users: dict[int, list[int]] = {}
+        self._sources: dict[int, set[int]] = {}
         for edge in self._onward:
             self._users.setdefault(edge.source, []).append(edge.target)
+            self._sources.setdefault(edge.target, set()).add(edge.source)
         self._behind = self._reachable()
         self._depth: dict[int, int] = {}
         for edge in sorted(self._onward, key=lambda each: self._place[each.target]):
@@ -48,6 +50,11 @@ class _Order:
         for node in graph.nodes:
             if node.id not in fed and node.kind in ("input", "op"):
                 self._data[node.id] = 1 << self._place[node.id]
+        self._constants: set[int] = set()
+        """The nodes that depend on no input and no module."""
+        for node in graph.nodes:
+            if node.kind not in ("input", "module") and self._sources.get(node.id, set()) <= self._constants:
+                self._constants.add(node.id)
         for edge in sorted(self._onward, key=lambda each: self._place[each.target]):
             self._data[edge.target] |= self._data[edge.source]
 
@@ -77,6 +84,7 @@ class _Order:
         children = self._graph.children(call)
         if not children:
             return
+        yield from self._updates(children)
         calls = [child for child in children if child.kind == "module"]
         wanted = [(self._before(calls[: at + 1], each), self._entry(each)) for at, each in enumerate(calls[1:])]
         first = self._entry(call)
@@ -93,6 +101,15 @@ class _Order:
         for one, other in wanted:
             if one is not None and other is not None:
                 yield one, other
+
+    def _updates(self, children: Sequence[Node]) -> Iterator[tuple[int, int]]:
+        """Yield a pair for each function without edges, an update of parameters. The function before it comes first."""
+        last: int | None = None
+        for child in children:
+            is_alone = child.kind == "op" and not (self._graph.into(child) or self._graph.out_of(child))
+            if is_alone and last is not None:
+                yield last, child.id
+            last = child.id if child.kind in ("op", "backward", "optimizer") else last
 
     def _before(self, calls: Sequence[Node], after: Node) -> int | None:
         """Return the entry of one of the earlier ``calls``, which must not be drawn after the call ``after``.
@@ -134,9 +151,18 @@ class _Order:
         """Return the drawn node where data enters a call: the start that is used first. Constants are a last resort."""
         if call.id not in self._entries:
             starts = self._starts(call)
-            starts = [each for each in starts if self._depth.get(each)] or starts
+            fed = [each for each in starts if self._depth.get(each)] or self._fed(call)
+            starts = fed or starts
             self._entries[call.id] = min(starts, key=self._first_use, default=None)
         return self._entries[call.id]
+
+    def _fed(self, call: Node) -> list[int]:
+        """Return the drawn nodes inside a call that take tensors from outside, and only constants from inside."""
+        inside = set(self._inside.get(call.id, []))
+        taken = {number: self._sources.get(number, set()) for number in sorted(inside)}
+        return [
+            each for each, sources in taken.items() if not sources <= inside and sources & inside <= self._constants
+        ]
 
     def _first_use(self, start: int) -> int:
         """Return the position of a node in execution order; for a port, the position of its first user."""

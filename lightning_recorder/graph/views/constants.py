@@ -8,10 +8,10 @@ from dataclasses import replace
 from lightning_recorder.graph.model import IN_PLACE, RECOMPUTED, VMAPPED, Graph, Node
 from lightning_recorder.graph.views.rebuild import rebuilt
 
-__all__ = ["CONSTANT", "drop_numbers", "join_constants", "join_updates"]
+__all__ = ["CONSTANT", "UPDATE", "drop_numbers", "join_constants", "join_updates"]
 
-CONSTANT = "functions, no input"
-"""The end of the note of a node that replaces several functions."""
+CONSTANT, UPDATE = "functions, no input", "functions that change parameters"
+"""The ends of the notes of nodes that replace several functions."""
 
 _LEAST = 4  # minimum number of functions to join
 
@@ -39,7 +39,9 @@ def join_constants(graph: Graph) -> Graph:
     names: dict[int, list[str]] = {}
     for last in reversed(graph.nodes):
         is_free = last.kind == "op" and last.id in constant and target[last.id] == last.id
-        if is_free and not users.get(last.id, set()) <= constant:
+        # The functions of an outer call are joined on their own, also if a call inside it computes further from them.
+        onward = {each for each in users.get(last.id, ()) if graph[each].parent == last.parent}
+        if is_free and (onward != users.get(last.id, set()) or not onward <= constant):
             inside = _only_for(last, graph, users, constant)
             functions = [node.name for node in inside if node.kind == "op"]
             if len(functions) >= _LEAST:
@@ -108,7 +110,7 @@ def join_updates(graph: Graph) -> Graph:
             del target[each.id]
         target |= dict.fromkeys(inside, run[-1].id)
         names = dict.fromkeys([*(each.name for each in tensors), *(name for node in run for name in node.tied)])
-        name, note = f"{run[0].name} … {run[-1].name}", f"{len(run)} {CONSTANT}"
+        name, note = f"{run[0].name} … {run[-1].name}", f"{len(run)} {UPDATE}"
         joined[run[-1].id] = replace(run[-1], name=name, note=note, arguments=(), outputs=(), tied=tuple(names))
     if not joined:
         return graph

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import get_args
 
 from lightning_recorder.errors import ArgumentError
-from lightning_recorder.graph.model import Edge, Graph, Kind, Node
+from lightning_recorder.graph.model import IN_PLACE, Edge, Graph, Kind, Node
+from lightning_recorder.graph.views.constants import UPDATE
 from lightning_recorder.graph.views.rebuild import rebuilt
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "drop_isolated",
     "drop_zeros",
     "hide",
+    "join_sums",
     "without",
 ]
 
@@ -71,6 +73,9 @@ PLUMBING = frozenset(
 # Names that libraries use, in the paths of inputs and outputs, for the states of earlier tokens: ``past_key_values`` or
 # ``cache_params``.
 _CACHE = re.compile(r"(?<![a-z])(past_key_values?|caches?)(?![a-z])")
+
+_ZERO = (("other", "0"),)  # the arguments of an addition of 0
+_LEAST_SUM = 4  # minimum number of additions to join, not counting additions of 0
 
 _LONGEST_INDEX = 14  # the maximum number of characters of an index that is shown at an edge
 
@@ -141,12 +146,58 @@ def drop_zeros(graph: Graph) -> Graph:
     kept_ids = summed | {end for edge in graph.edges if edge.across for end in (edge.source, edge.target)}
     past: dict[int, Edge] = {}
     for node in graph.nodes:
-        is_zero = node.kind == "op" and node.name == "add" and node.arguments == (("other", "0"),)
+        is_zero = node.kind == "op" and node.name == "add" and node.arguments == _ZERO
         if is_zero and not (node.remark or node.failed) and len(graph.into(node)) == 1 and node.id not in kept_ids:
             past[node.id] = _led_past(graph.into(node)[0], past, graph)
     kept = [node for node in graph.nodes if node.id not in past]
     edges = [_led_past(edge, past, graph) for edge in graph.edges if edge.target not in past]
     return rebuilt(graph, kept, {node.id: node.id for node in kept}, edges) if past else graph
+
+
+def join_sums(graph: Graph) -> Graph:
+    """Join four or more additions, each of which only the next one takes, into one addition of all tensors.
+
+    The tensors are in execution order, as in the sum of the terms of a loss.
+
+    Args:
+        graph: A view, folded or not. Additions that pass a tensor from one repetition to another are kept.
+    """
+    related = {end for edge in graph.edges if edge.across for end in (edge.source, edge.target)}
+    users: dict[int, list[Edge]] = {}
+    for edge in graph.edges:
+        users.setdefault(edge.source, []).append(edge)
+    chains: dict[int, list[int]] = {}
+    """By last addition: all additions of a sum."""
+    for node in graph.nodes:
+        is_plain = node.name == "add" and node.arguments in ((), _ZERO) and not (node.remark or node.failed)
+        if node.kind != "op" or not is_plain or node.id in related:
+            continue
+        before = [
+            edge.source
+            for edge in graph.into(node)
+            if edge.source in chains
+            and len(users[edge.source]) == edge.multiplicity == 1
+            and _place(graph[edge.source]) == _place(node)
+        ]
+        chains[node.id] = [each for one in before for each in chains.pop(one)] + [node.id]
+    target = {node.id: node.id for node in graph.nodes}
+    for last, chain in chains.items():
+        entering = [edge for each in chain for edge in graph.into(graph[each]) if edge.source not in chain]
+        if sum(edge.multiplicity for edge in entering) > _LEAST_SUM:
+            target |= dict.fromkeys(chain, last)
+    if all(one == other for one, other in target.items()):
+        return graph
+    place = {node.id: number for number, node in enumerate(graph.nodes)}
+    sums = {last for each, last in target.items() if each != last}
+    edges = sorted(graph.edges, key=lambda edge: place[edge.source] + 1 if target[edge.target] in sums else 0)
+    kept = [
+        replace(node, arguments=()) if node.id in sums else node for node in graph.nodes if target[node.id] == node.id
+    ]
+    return rebuilt(graph, kept, target, edges)
+
+
+def _place(node: Node) -> tuple[object, ...]:
+    return node.parent, node.scope, node.note, node.repeats
 
 
 def drop_caches(graph: Graph) -> Graph:
@@ -188,22 +239,23 @@ def _part(node: Node, edge: Edge) -> str:
 
 
 def drop_isolated(graph: Graph) -> Graph:
-    """Remove all nodes without edges, except module calls."""
+    """Remove all nodes without edges, except module calls and functions that change parameters."""
     joined = {edge.source for edge in graph.edges} | {edge.target for edge in graph.edges}
-    kept = [node for node in graph.nodes if node.kind == "module" or node.id in joined]
+    updates = _updates(graph)
+    kept = [node for node in graph.nodes if node.kind == "module" or node.id in joined or node.id in updates]
     return rebuilt(graph, kept, {node.id: node.id for node in kept})
 
 
 def drop_dead_ends(graph: Graph) -> Graph:
     """Remove the ops with unused results: metrics, copies for logging, unused masks.
 
-    Module calls stay, even if their results are unused. Nothing is removed from a graph without outputs and without a
-    backward pass, since any result may be a result of the model.
+    Module calls and functions that change parameters stay, even if their results are unused. Nothing is removed from a
+    graph without outputs and without a backward pass, since any result may be a result of the model.
     """
     if not any(node.kind in ("backward", "output") for node in graph.nodes):
         return graph
     # A result may be used by the next repetition of a folded call.
-    todo = [node.id for node in graph.nodes if node.kind != "op"]
+    todo = [node.id for node in graph.nodes if node.kind != "op"] + [*_updates(graph)]
     todo += [edge.source for edge in graph.edges if edge.relates("next")]
     used = set(todo)
     while todo:
@@ -212,6 +264,20 @@ def drop_dead_ends(graph: Graph) -> Graph:
         todo += new
     kept = [node for node in graph.nodes if node.id in used]
     return rebuilt(graph, kept, {node.id: node.id for node in kept})
+
+
+def _updates(graph: Graph) -> set[int]:
+    """Return the functions that write to a parameter, such as the update of a moving average at the end of a step.
+
+    A function writes to its first input. In a view, :attr:`Node.tied` has the names of parameters of closed calls.
+    """
+    found: set[int] = set()
+    for node in graph.nodes:
+        if node.kind == "op" and node.note.endswith((IN_PLACE, UPDATE)):
+            first = next((edge.source for edge in graph.into(node)), None)
+            if node.tied or (first is not None and (first in found or graph[first].kind == "parameter")):
+                found.add(node.id)
+    return found
 
 
 def drop_empty_calls(graph: Graph) -> Graph:

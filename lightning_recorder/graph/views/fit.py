@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Set
 from dataclasses import replace
@@ -21,6 +22,7 @@ from lightning_recorder.graph.views.drop import (
     drop_isolated,
     drop_zeros,
     hide,
+    join_sums,
     without,
 )
 from lightning_recorder.graph.views.fold import contents_of, fold_by_forms
@@ -53,10 +55,12 @@ def fit_view(
     Isolated tensors, the parameters and buffers of closed calls, functions that compute nothing (:data:`PLUMBING`), and
     functions whose results reach neither an output nor the loss are removed. So are functions that compute one number
     only from numbers, and the keys and values that are returned for a later call. Four or more functions that compute a
-    constant become one node, and repeated blocks are folded. Then the greatest depth at which the view fits is used.
+    constant become one node, so do the additions of a sum of five or more tensors, and repeated blocks are folded. Then
+    the greatest depth at which the view fits is used.
 
-    Two rules apply without ``depth``. A block of five or more parts is closed if nearly each part takes the results of
-    all parts before it. A module with more than half of the parameters is opened further as long as the view fits.
+    Three rules apply without ``depth``. A block of five or more parts is closed if nearly each part takes the results
+    of all parts before it. A module with more than 80 functions and less than half of the parameters is closed. A
+    module with more than half of the parameters is opened further as long as the view fits.
 
     If the view has less than half of ``max_nodes``, the first closed block of each kind is opened as an example,
     together with equal blocks. With its examples, the view has at most two thirds of ``max_nodes``. If not even the
@@ -73,7 +77,7 @@ def fit_view(
             that call other modules show theirs. True also shows unused results, since they may update a buffer.
         shapes: Show the functions that only change shapes.
         all: Show the functions that only change shapes, the functions whose results reach neither an output nor the
-            loss, and each function that computes a constant or a number.
+            loss, and each function that computes a constant, a number or a part of a sum.
 
     Raises:
         ArgumentError: If ``max_nodes`` or ``depth`` is below 1.
@@ -226,18 +230,28 @@ def _essential(graph: Graph, folded: Callable[[Graph], Graph], *, shapes: bool, 
     used = shown if dead else drop_dead_ends(shown)
 
     def joined(view: Graph) -> Graph:
-        return folded(view if constants else join_constants(join_updates(view if dead else drop_numbers(view))))
+        if constants:
+            return folded(view)
+        view = folded(join_constants(join_updates(view if dead else drop_numbers(view))))
+        summed = join_sums(view)
+        return view if summed is view else folded(summed)
 
     view = joined(used)
     # Functions without edges are not counted as unused: they only update a hidden buffer, such as a batch count.
-    unused = {edge.target for edge in shown.edges} - {node.id for node in used.nodes}
-    if unused:
+    removed = len({edge.target for edge in shown.edges} - {node.id for node in used.nodes})
+    if removed:
         # A function may be unused only in the last repetition, which then would not fold with the others. So also try
         # to fold before removing unused functions, and keep the smaller view.
-        view = min(view, drop_empty_calls(drop_dead_ends(joined(shown))), key=lambda each: len(drawn_nodes(each)))
+        complete = joined(shown)
+        other = drop_empty_calls(drop_dead_ends(complete))
+        if len(drawn_nodes(other)) < len(drawn_nodes(view)):
+            kept = {node.id for node in other.nodes}
+            gone = (node for node in complete.nodes if node.id not in kept and node.kind == "op")
+            removed = min(removed, sum(_number(node, complete) for node in gone))
+            view = other
     numbers = 0 if dead else len(used.nodes) - len(drop_numbers(used).nodes)
     with_zeros, view = view, view if dead else drop_zeros(view)
-    counts = {"shape function": len(graph.nodes) - len(shown.nodes), "unused result": len(unused)}
+    counts = {"shape function": len(graph.nodes) - len(shown.nodes), "unused result": removed}
     cached = sum(len(node.outputs) for node in whole.nodes) - sum(len(node.outputs) for node in graph.nodes)
     counts |= {
         "cached tensor": cached,
@@ -245,6 +259,11 @@ def _essential(graph: Graph, folded: Callable[[Graph], Graph], *, shapes: bool, 
         "zero addition": len(with_zeros.nodes) - len(view.nodes),
     }
     return replace(view, left_out=tuple(f"{n} {what}{'s' * (n > 1)}" for what, n in counts.items() if n))
+
+
+def _number(node: Node, graph: Graph) -> int:
+    """Return the number of nodes that a node of a folded view represents."""
+    return math.prod(each.repeats for each in (node, *graph.ancestors(node)))
 
 
 def _closed(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import heapq
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import lcm
 
 from lightning_recorder.graph.model import Edge, Graph, Node, Repetition, TensorMeta
 from lightning_recorder.graph.views.dilations import DILATION, joined_dilations
-from lightning_recorder.graph.views.forms import TENSORS, forms, operands
+from lightning_recorder.graph.views.forms import SIZE, TENSORS, forms, operands, parameter_counts, span
 from lightning_recorder.graph.views.periods import period_of, repetitions
 from lightning_recorder.graph.views.runs import (
     Loop,
@@ -26,6 +25,7 @@ from lightning_recorder.graph.views.wiring import Key, MutableGraph, Siblings
 __all__ = ["contents_of", "fold_by_forms", "fold_repeats"]
 
 _FEW = 8  # the maximum number of parallel layers that are drawn separately, since their names are informative
+_LONG = 6  # the number of functions in a step of a loop from which two steps are folded
 _PARTS = ("module", "op", "backward", "optimizer")
 _Arguments = tuple[tuple[str, str], ...]
 
@@ -35,7 +35,8 @@ def fold_repeats(graph: Graph, least: int = 3, *, contents: Graph | None = None)
 
     A unit is one or more consecutive siblings. A unit that occurs at least ``least`` times in a row is kept once, with
     the number of occurrences in ``repeats``. A unit of several siblings gets a frame: a module call without a name. Two
-    occurrences suffice for a unit of calls that contain other nodes.
+    occurrences suffice for a unit of calls that contain other nodes, and for six or more functions that take a result
+    of the unit before.
 
     Units are equal if their classes, functions, parameters, dtypes and contents are equal, and if the edges inside them
     are equal. Each unit must also take its inputs from the same nodes outside the units, or from one of the four units
@@ -45,7 +46,8 @@ def fold_repeats(graph: Graph, least: int = 3, *, contents: Graph | None = None)
 
     Equal units may differ in these respects: the numbers in the names of modules; sizes of tensors that parameters do
     not determine, see :class:`TensorMeta`; an index or a number that a function takes; the dilation and padding of a
-    convolution. If indices or numbers repeat every two to four units, that many units are folded together as one.
+    convolution; the number of rows of an embedding. If indices or numbers repeat every two to four units, that many
+    units are folded together as one.
 
     The words in :attr:`Edge.across` mark four sorts of edges: from one occurrence to the next, into the first
     occurrence only, from all occurrences to a later node, and between occurrences with the same number; see
@@ -202,9 +204,11 @@ class _Fold:
         unit = siblings.parts[run.start : run.start + run.length]
         opened = [nodes[part].kind == "module" and part in children for part in unit]
         nested = any(opened)
-        if run.times < (2 if all(opened) else self._least):
+        is_nameless = all(nodes[part].kind == "op" and not nodes[part].parameters for part in unit)
+        is_step = is_nameless and run.length >= _LONG and not run.parallel
+        if run.times < (2 if all(opened) or is_step else self._least):
             return False
-        if run.times == 2 and nested:
+        if run.times == 2 and (nested or is_step):
             # Two blocks may differ in numbers, such as a drop rate, but not in indices. Inside a frame, they may not
             # differ in any operand.
             within = nodes[unit[0]].parent
@@ -213,7 +217,6 @@ class _Fold:
             if one != other:
                 return False
         # Functions have no informative names. So in a unit of functions, each function counts as an occurrence.
-        is_nameless = all(nodes[part].kind == "op" and not nodes[part].parameters for part in unit)
         number = run.times * run.length if is_nameless else run.times
         return nested or not run.parallel or number > _FEW
 
@@ -312,7 +315,7 @@ class _Fold:
         nodes = self._graph.nodes
         for kept in {kept for kept, _ in found if nodes[kept].tied}:
             tied = self._graph.names(kept)[-len(nodes[kept].tied) :]
-            nodes[kept] = replace(nodes[kept], tied=tuple(map(_span, tied)))
+            nodes[kept] = replace(nodes[kept], tied=tuple(map(span, tied)))
 
     def _outer(self, siblings: Siblings, run: Run, group: int, pairs: Mapping[int, int]) -> dict[int, list[Edge]]:
         """Return the new incoming edges of the nodes outside of a run that use the run's results."""
@@ -350,9 +353,11 @@ class _Fold:
         """Extend the sizes and settings of the kept nodes to the ranges of all nodes that they replace."""
         nodes = self._graph.nodes
         given: dict[int, list[_Arguments]] = {}
+        sizes: dict[int, set[int]] = {}
         for node_id, kept_id in pairs.items():
             kept, node = nodes[kept_id], nodes[node_id]
             given.setdefault(kept_id, []).append(node.arguments)
+            sizes.setdefault(kept_id, set()).update(parameter_counts(node))
             if node_id == kept_id:
                 continue
             if kept.outputs != node.outputs:
@@ -361,6 +366,10 @@ class _Fold:
         for kept_id, several in given.items():
             if len(set(several)) > 1:
                 nodes[kept_id] = replace(nodes[kept_id], arguments=_joined_arguments(several))
+            if len(sizes[kept_id]) > 1:
+                others = [pair for pair in nodes[kept_id].arguments if pair[0] != SIZE]
+                ends = f"{min(sizes[kept_id])}…{max(sizes[kept_id])}"
+                nodes[kept_id] = replace(nodes[kept_id], arguments=(*others, (SIZE, ends)))
 
     def _rebuilt(self) -> Graph:
         nodes = self._graph.nodes
@@ -427,16 +436,6 @@ def _differ(siblings: Siblings, node: int, run: Run, spot: Key, *, parts: bool =
     same = (siblings.subtrees[position + unit - run.start][offset] for unit in run.units())
     into = (edge for each in same for edge in siblings.graph.into.get(each, ()))
     return len({edge.part if parts else edge.outputs for edge in into if edge.source == spot[1]}) > 1
-
-
-def _span(names: Sequence[str]) -> str:
-    """Join several names into one name with the first and the last number, such as ``encoder.0…3.weight``."""
-    names = [name.removeprefix("=") for name in names]
-    first, last = (re.split("([0-9]+)", names[place]) for place in (0, -1))
-    if first[::2] != last[::2]:
-        return f"{names[0]} … {names[-1]}"
-    parts = (one if one == other else f"{one}…{other}" for one, other in zip(first, last, strict=True))
-    return "".join(parts)
 
 
 def _moved(edge: Edge, pairs: Mapping[int, int], number: int, *, target: int | None = None) -> Edge:

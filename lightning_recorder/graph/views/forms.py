@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from lightning_recorder.graph.model import Graph, Node, TensorMeta
 from lightning_recorder.graph.views.dilations import undilated
 from lightning_recorder.graph.views.wiring import Key, MutableGraph
 
-__all__ = ["GEOMETRY", "TENSORS", "VARIED", "forms", "is_setting", "operands", "without_numbers"]
+__all__ = [
+    "GEOMETRY",
+    "SIZE",
+    "TENSORS",
+    "VARIED",
+    "forms",
+    "is_setting",
+    "operands",
+    "parameter_counts",
+    "span",
+    "without_numbers",
+]
 
 TENSORS = ("parameter", "buffer", "tensor")
 # The weights of these layers determine the size of dimension 1 of their outputs. The weights of other layers determine
 # the size of the last dimension.
 _CHANNELS_FIRST = ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose", "BatchNorm", "GroupNorm", "InstanceNorm")
 
-VARIED = ("p", "drop_prob", "drop_rate")
+SIZE = "number of parameters"
+"""The argument of a folded call with the smallest and the largest number of its parameters, such as ``160…760``."""
+
+VARIED = ("p", "drop_prob", "drop_rate", SIZE)
 """Settings of modules that may differ between equal blocks. For example, drop path rates often grow with the depth."""
 
 # Names of function arguments in which equal nodes may differ. All other arguments are settings, such as a slope.
@@ -29,6 +43,8 @@ _EXECUTION = frozenset(
 _OF_TRAINING = frozenset(("training", "train", "dropout", "dropout_p"))
 _VARIED_OF_FUNCTIONS = _SIZES | _NUMBERS | _EXECUTION | _OF_TRAINING | frozenset(_PLACES)
 _RESHAPES = ("reshape", "view", "unflatten")
+# Lookups in a table. Equal tables may have different numbers of rows, such as the categories of different features.
+_LOOKUPS = ("Embedding", "EmbeddingBag")
 
 GEOMETRY = frozenset(
     (
@@ -47,7 +63,8 @@ def forms(graph: Graph, parts: MutableGraph, *, with_training: bool = True, with
     Args:
         graph: The graph.
         parts: The same graph in the form that is being folded.
-        with_training: Also compare which parameters are frozen or got no gradient, and where a gradient stops.
+        with_training: Also compare which parameters are frozen or got no gradient, and where a gradient stops. A
+            missing gradient is not compared in calls that lead to no loss and no output: the edges show the reason.
         with_sizes: Also compare the sizes of tensors and the settings in :data:`GEOMETRY`.
     """
     tree = parts.subtree(graph.root.id)
@@ -59,8 +76,9 @@ def forms(graph: Graph, parts: MutableGraph, *, with_training: bool = True, with
     known: dict[int, int] = {}
     # Children come after their parent, so they are visited first in reverse order.
     for node_id in reversed(tree):
-        inside = tuple(known[child] for child in parts.children.get(node_id, ()))
         node = parts.nodes[node_id]
+        # The contents of a lookup are its table.
+        inside = () if _is_lookup(node) else tuple(known[child] for child in parts.children.get(node_id, ()))
         status = untrained.get(node.name, ()) if node.kind == "module" else (), node.remark if with_training else ""
         form = (
             _label(node) if with_sizes else _label_without_sizes(node),
@@ -76,12 +94,28 @@ def forms(graph: Graph, parts: MutableGraph, *, with_training: bool = True, with
 def _untrained(graph: Graph) -> dict[str, Key]:
     """Return, by module, its frozen parameters and its parameters without a gradient; "" means the whole module."""
     found: dict[str, list[tuple[str, str]]] = {}
+    leading = _leading(graph) if graph.unused.parameters else set()
     for status, names in (("frozen", graph.unused.frozen), ("no gradient", graph.unused.parameters)):
         for name in names:
             around, _, last = name.rpartition(".")
+            if leading and status == "no gradient" and leading.isdisjoint((name, around)):
+                continue
             found.setdefault(name, []).append(("", status))  # if the name is a module
             found.setdefault(around, []).append((last, status))  # if the name is a parameter
     return {name: tuple(each) for name, each in found.items()}
+
+
+def _leading(graph: Graph) -> set[str]:
+    """Return the names of the modules with a call that leads to a backward pass or to an output."""
+    todo = [node.id for node in graph.nodes if node.kind in ("backward", "output")]
+    found = set(todo)
+    while todo:
+        node = graph[todo.pop()]
+        # The results of a call are those of its contents.
+        new = {edge.source for edge in graph.into(node)} | ({node.parent} if node.parent is not None else set())
+        todo += new - found
+        found |= new
+    return {node.name for node in graph.module_calls() if node.id in found}
 
 
 def _reshaped(nodes: Iterable[Node], graph: Graph) -> dict[int, Key]:
@@ -132,7 +166,8 @@ def _label(node: Node) -> Key:
     name = "" if node.kind == "module" else node.name.rpartition(".")[2] if node.kind != "op" else node.name
     sizes = tuple(_fixed_sizes(node, meta) for meta in node.outputs)
     tied = tuple(map(without_numbers, node.tied))  # the names of equal blocks differ only in numbers
-    about = node.parameters, node.failed, node.repeats, node.parallel, node.shared, tied
+    parameters = 0 if _is_lookup(node) else node.parameters
+    about = parameters, node.failed, node.repeats, node.parallel, node.shared, tied
     return node.kind, name, node.type_name, sizes, _settings(node), *about
 
 
@@ -152,8 +187,33 @@ def _label_without_sizes(node: Node) -> Key:
 def _settings(node: Node) -> Key:
     """Return the arguments that equal nodes have in common, such as a stride."""
     if node.kind == "module":
-        return undilated([pair for pair in node.arguments if pair[0] not in VARIED])
+        # The first setting of a lookup is its number of rows.
+        given = node.arguments[1:] if _is_lookup(node) else node.arguments
+        return undilated([pair for pair in given if pair[0] not in VARIED])
     return undilated([pair for pair in node.arguments if is_setting(node, pair[0])])
+
+
+def span(names: Sequence[str]) -> str:
+    """Join several names into one name with the first and the last number, such as ``encoder.0…3.weight``."""
+    names = [name.removeprefix("=") for name in names]
+    first, last = (re.split("([0-9]+)", names[place]) for place in (0, -1))
+    if first[::2] != last[::2]:
+        return f"{names[0]} … {names[-1]}"
+    parts = (one if one == other else f"{one}…{other}" for one, other in zip(first, last, strict=True))
+    return "".join(parts)
+
+
+def parameter_counts(node: Node) -> list[int]:
+    """Return the number of parameters of a call; for a folded call, the smallest and the largest number if they differ.
+
+    The list has one number if all calls that the node represents have the same number of parameters.
+    """
+    known = dict(node.arguments).get(SIZE, "") if node.kind == "module" else ""
+    return list(map(int, known.split("…"))) if known else [node.total_parameters or node.parameters]
+
+
+def _is_lookup(node: Node) -> bool:
+    return node.kind == "module" and node.type_name in _LOOKUPS
 
 
 def is_setting(node: Node, name: str) -> bool:

@@ -7,12 +7,14 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from lightning_recorder.graph.model import Edge, Graph, Node
+from lightning_recorder.graph.views.forms import span, without_numbers
 from lightning_recorder.graph.views.rebuild import redirected
 
 __all__ = ["gather"]
 
 _FEW = 4
 _FEW_INSIDE = 2
+_FEW_NUMBERED = 8  # the maximum number of separate inputs, such as ``input[1]`` and ``input[2]``, that stay nodes
 # The first part of a path and the key that follows it: ``output.past_key_values``, ``input[0]``.
 _CONTAINER = re.compile(r"[^.\[]*(?:\.[^.\[]+|\[[^\]]*\])?")
 # Two further keys, as in ``output.past_key_values[0][1]``.
@@ -43,16 +45,26 @@ def gather(graph: Graph, few: int = _FEW) -> Graph:
     for node in graph.nodes:
         if node.kind in ("input", "output") and (match := _CONTAINER.match(node.name)) is not None:
             members.setdefault((node.kind, match[0]), []).append(node)
-    target: dict[int, int] = {}
-    gathered: dict[int, Node] = {}
+    groups: list[tuple[str, list[Node]]] = []
     for (_, path), nodes in members.items():
         inside = all(_INSIDE.match(node.name, len(path)) for node in nodes)
         if len(nodes) > (min(few, _FEW_INSIDE) if inside else few):
-            metas = tuple(meta for node in nodes for meta in node.outputs)
-            gathered[nodes[0].id] = replace(nodes[0], name=path, outputs=metas)
-            target.update((node.id, nodes[0].id) for node in nodes)
-    if not gathered:
+            groups.append((path, nodes))
+    known = {node.id for _, nodes in groups for node in nodes}
+    alike: dict[tuple[object, ...], list[Node]] = {}
+    for node in graph.nodes:
+        if node.kind in ("input", "output") and node.id not in known and len(node.outputs) == 1:
+            meta = node.outputs[0]
+            key = node.kind, without_numbers(node.name), len(meta.shape), meta.dtype
+            alike.setdefault(key, []).append(node)
+    groups += [(span([node.name for node in nodes]), nodes) for nodes in alike.values() if len(nodes) > _FEW_NUMBERED]
+    if not groups:
         return graph
+    target = {node.id: nodes[0].id for _, nodes in groups for node in nodes}
+    gathered: dict[int, Node] = {}
+    for path, nodes in groups:
+        metas = tuple(meta for node in nodes for meta in node.outputs)
+        gathered[nodes[0].id] = replace(nodes[0], name=path, outputs=metas)
     kept = [gathered.get(node.id, node) for node in graph.nodes if target.get(node.id, node.id) == node.id]
     return replace(graph, nodes=tuple(kept), edges=_in_time(redirected(graph.edges, target), graph, set(gathered)))
 

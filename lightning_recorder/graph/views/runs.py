@@ -40,6 +40,7 @@ class Run:
 def equal_units(siblings: Siblings, start: int, length: int, end: int) -> Run:
     """Return the longest run of equally connected units that starts at a position."""
     most = (end - start) // length
+    siblings.find_initial(start, length)
     run = _equally_fed(siblings, start, length, most, 1)
     if run.times == most or most < 3:
         return run

@@ -113,6 +113,8 @@ class Siblings:
         self.targets = [self._offsets(tree, self._takes) for tree in self.subtrees]
         self.sources = [self._offsets(tree, self._gives) for tree in self.subtrees]
         self.spans: dict[int, tuple[int, int]] = {}
+        self.initial: set[int] = set()
+        """The tensors that only the first of the compared units uses, such as the initial state of a loop."""
         for tensor in tensors:
             self._place_tensor(tensor)
         # These two are set while joined loops are compared: the loop of these siblings, and a map from each node of the
@@ -144,6 +146,15 @@ class Siblings:
         self.place[tensor] = position, (offset, sources.index(tensor))
         self.spans[tensor] = position, places[-1][0]
 
+    def find_initial(self, start: int, length: int) -> None:
+        """Treat the tensors of the first unit that have no counterparts in the second unit as tensors from outside."""
+        self.initial = set()
+        first, second = (self.private(unit, length) for unit in (start, start + length))
+        found = {(place, tensor_label(self.graph.nodes[tensor])) for tensor, place in second.items()}
+        self.initial = {
+            tensor for tensor, place in first.items() if (place, tensor_label(self.graph.nodes[tensor])) not in found
+        }
+
     def private(self, start: int, length: int) -> dict[int, Any]:
         """Return the tensors that only the unit at ``start`` uses, with their places relative to the unit."""
         return {
@@ -154,6 +165,8 @@ class Siblings:
 
     def _within(self, node: int, start: int, length: int) -> bool:
         """Return True if a node is in the unit at ``start``. For a tensor, all of its uses must be in the unit."""
+        if node in self.initial:
+            return False
         first, last = self.spans.get(node) or (self.place[node][0],) * 2
         return start <= first and last < start + length
 

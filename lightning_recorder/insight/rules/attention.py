@@ -18,6 +18,8 @@ from lightning_recorder.insight.recorded_step import LOSSES, RecordedStep, found
 from lightning_recorder.insight.recorded_step import listed as listed_shape
 from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.insight.rules.blocks import attention_layers
+from lightning_recorder.insight.rules.sequences import treats_positions_alike
+from lightning_recorder.insight.rules.small_updates import FEWEST_VALUES, TOLERANCE, are_new
 from lightning_recorder.records.table import Floats
 
 _ANY = ("any",)
@@ -464,6 +466,44 @@ def own_key_hidden(
 
 
 @rule(
+    "first-token-is-read",
+    statistic="position whose output is read behind a stack in which all attention is causal",
+    usual="the last position of each sequence, or a mean over the positions",
+    why="With a causal mask, the first position sees itself alone, so that the output does not depend on the others. A "
+    "classification token in front is for models without such a mask.",
+    next="Read the output at the last token of each sequence, or leave the mask out.",
+    false_alarms="Models that read other positions, too, or in which another operation than those of a transformer may "
+    "have moved the positions, are left out.",
+    needs=("activations", GRAPH),
+    records=2,
+    explains=dict.fromkeys(("constant-input", "collapsed-embedding", "one-class-predicted", "loss-of-a-guess"), _ANY),
+)
+def first_token_is_read(evidence: Evidence, *, persistence: int = 2, positions: int = 4) -> Iterator[Finding]:
+    """Yield a finding if only the first position of the output of causal attention is read."""
+    layers = [heads[0] for heads in layers_of(evidence, evidence.heads).values()]
+    step = step_of(evidence)
+    attention = [last.id for last, _ in attention_layers(step)]
+    if not layers or len(attention) != len(layers):
+        return
+    if not all(_none_above(_last(each, "attention_future", persistence), 0.0) for each in layers):
+        return
+    for node in step.operations:
+        shape, source = shape_of(node), step.behind(node)
+        if source is None or not shape or len(shape) != 3 or shape[1] < positions or node.id < attention[-1]:
+            continue
+        index, readers = setting(node, "index").replace(" ", ""), list(step.readers(source))
+        if node.name != "getitem" or not re.fullmatch(r":,(0|:1)(,:|,\.\.\.)?", index) or readers != [node]:
+            continue
+        between = step.ancestors(node) - step.ancestors(step.graph[attention[-1]])
+        if all(treats_positions_alike(step, each, shape[1]) for each in step.operations if each.id in between):
+            verdict = (
+                f"{step.place(node)} reads the output at the first of {shape[1]} positions alone, and all attention "
+                "before it has a causal mask: the first position sees no other one"
+            )
+            yield found_in(evidence, step.owner(node), verdict, positions=shape[1])
+
+
+@rule(
     "equal-query-and-key",
     statistic="smallest cosine between a query and the key of the same position",
     usual="anything below 0.9",
@@ -483,6 +523,7 @@ def equal_query_and_key(evidence: Evidence, *, persistence: int = 2, cosine: flo
 
 
 _ROTARY = re.compile(r"rotary|(?<![pu])rope")  # does not match "property"
+_FILLS = ("zeros", "zeros_like", "new_zeros", "full", "full_like")
 _POSITIONS = re.compile(r"(?<![mx])pos(ition|_|$|e[mn]|\d)|wpe$")  # not composition, posterior or transpose; wpe: GPT-2
 
 
@@ -493,14 +534,15 @@ _POSITIONS = re.compile(r"(?<![mx])pos(ition|_|$|e[mn]|\d)|wpe$")  # not composi
     why="All positions have the same encoding: their indices are the same, or the values do not depend on them. Then "
     "attention cannot tell where a token is.",
     next="Print the position ids of a batch. They should count up to the length of the sequence.",
-    false_alarms="Sequences of fewer than four positions do not count. Modules are found by their names or classes.",
+    false_alarms="Sequences of fewer than four positions do not count. Modules are found by their names or classes. "
+    "Indices of zero that the code of an installed package makes are left out.",
     needs=("activations",),
     records=2,
     explains={"unlike-siblings": _ANY},
 )
 def constant_positions(evidence: Evidence, *, persistence: int = 2, positions: int = 4) -> Iterator[Finding]:
     """Yield the modules that encode all positions alike: constants, and embeddings with a single used row."""
-    encodings: dict[str, list[View]] = {}
+    step, encodings = step_of(evidence), dict[str, list[View]]()
     for view in evidence.outputs:
         is_rotary = _ROTARY.search(f"{view.kind} {view.module}".lower()) is not None
         if (is_rotary or _has_positions(view.module)) and len(view.shape) > 1:
@@ -522,7 +564,9 @@ def constant_positions(evidence: Evidence, *, persistence: int = 2, positions: i
         rows = node.inputs[1].shape[0] * (
             1 - _last(evidence.parameter(name, "weight").gradient, "zero_fraction", persistence)
         )
-        if length < positions:
+        # A model of a package may switch its embedding of positions off, if its tokens already have another one.
+        indices = [each for each in map(step.made_by, step.sources(node)) if each.name in _FILLS]
+        if length < positions or any(step.is_packaged(each.source) for each in indices):
             continue
         if len(rows) and all(0 < each < 1.5 for each in rows):
             verdict = (
@@ -555,19 +599,20 @@ def _repeats_one(node: Node, length: int) -> bool:
     why="The scores are not scaled, or twice: before the function and in it.",
     next="Divide the scores by the square root of the features of a head, once.",
     false_alarms="Models without a scale whose initialization makes up for it, such as T5: their scores are not large. "
-    "A single factor of 1/features, as in muP, is no second one.",
+    "The initialization of torch makes up for nothing, so that smaller scores count then. A single factor of "
+    "1/features, as in muP, is no second one.",
     needs=("activations", GRAPH),
     records=2,
     explains=dict.fromkeys(
         (
             *("attention-collapse", "one-hot-heads", "attention-scores-grow", "unlike-siblings", "sudden-change"),
-            "odd-block",
+            *("odd-block", "odd-attention"),
         ),
         _ANY,
     ),
 )
 def attention_scale(
-    evidence: Evidence, *, factor: float = 1.9, spread: float = 2.5, close: float = 0.05
+    evidence: Evidence, *, factor: float = 1.9, spread: float = 2.5, of_new: float = 1.2, close: float = 0.05
 ) -> Iterator[Finding]:
     """Yield attention that is scaled twice, and unscaled attention with large scores from the first record on."""
     layers = layers_of(evidence, evidence.heads)
@@ -583,7 +628,12 @@ def attention_scale(
         whole = float(np.prod(factors)) if factors else 1.0
         spreads = [each.attention_logit_std[0] for each in heads if len(each.attention_logit_std)]
         first = float(np.median(spreads)) if spreads else 0.0
-        if whole >= factor * usual and first >= spread:
+        least = spread
+        if of_new <= first < spread and are_new(
+            evidence, FEWEST_VALUES, TOLERANCE, inside=name.rpartition(".")[0], record=0
+        ):
+            least = of_new
+        if whole >= factor * usual and first >= least:
             large.append((heads[0], whole / usual, first))
         if sum(abs(each / usual - 1) <= close for each in factors) >= 2 and abs(whole / usual**2 - 1) <= close:
             twice.append((heads[0], size))

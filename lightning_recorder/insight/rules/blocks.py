@@ -45,6 +45,7 @@ _PARTS = ("getitem", "split", "chunk", "unbind", "expand", "repeat_interleave")
 _FACTORS_OF = ("mul", "rmul", "imul")
 _MOST_LISTED = 3
 _FEWEST = 2  # the least number of blocks in a stack, and of other blocks that must agree
+_PROJECTIONS = 3  # those of queries, keys and values
 _MOST = 400  # the most operations between the projections and the attention, or in the activation of a block
 
 
@@ -58,7 +59,16 @@ _MOST = 400  # the most operations between the projections and the attention, or
     "the same stack, are examined.",
     needs=(GRAPH,),
     explains=dict.fromkeys(
-        ("unlike-siblings", "scale-jump", "block-trend", "vanishing-gradient", "attention-collapse", "odd-block"), _ANY
+        (
+            "unlike-siblings",
+            "scale-jump",
+            "block-trend",
+            "vanishing-gradient",
+            "attention-collapse",
+            "odd-block",
+            "collapsed-embedding",
+        ),
+        _ANY,
     ),
     is_lasting=True,
 )
@@ -403,6 +413,9 @@ def attention_layers(step: RecordedStep) -> Iterator[tuple[Node, list[Node]]]:
         else:
             continue
         projections = _linears_before(step, last)
+        # Beside queries, keys and values, a layer of position embeddings may add to the scores, as in DeBERTa.
+        own = [each for each in projections if "input" in step.roots[each.id]]
+        projections = own if len(own) >= _PROJECTIONS else projections
         inputs = {_stream(step, each).id for each in projections}
         if projections and len(inputs) == 1:
             yield last, projections

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +13,7 @@ from lightning_recorder.insight.finding import USUAL_UNTIL, Finding
 from lightning_recorder.insight.module_edges import INPUT
 from lightning_recorder.insight.odd_blocks import LIMITS as ODD_LIMITS
 from lightning_recorder.insight.odd_blocks import OddLimits, odd_blocks
+from lightning_recorder.insight.recorded_step import step_of
 from lightning_recorder.insight.rule import ANY_GROUP, GRAPH, VALIDATION, rule
 from lightning_recorder.insight.siblings import (
     FORWARD,
@@ -213,8 +214,32 @@ def block_trend(
             *others, block = blocks_of([site.name for site in group])
             view = View(evidence, table, group[-1])
             trend = view.found(verdict, statistic, factor=last / first, first=first, last=last)
-            yield replace(trend, module=block, others=tuple(others))
+            trend = replace(trend, module=block, others=tuple(others))
+            flat = _flat_function(evidence, group) if table is evidence.gradients and first < last else ""
+            verdict = f"{verdict}, with a {flat} between all of them"
+            yield replace(trend, verdict=verdict, why=_WHY_FLAT, next=_NEXT_FLAT) if flat else trend
             return
+
+
+_WHY_FLAT = (
+    "The derivative of a sigmoid is at most 1/4, and that of tanh at most 1, so that each of them makes the gradient "
+    "smaller: the first layers hardly learn."
+)
+_NEXT_FLAT = "Use ReLU or GELU between the layers, or add normalizations or residual connections."
+
+
+def _flat_function(evidence: Evidence, group: Sequence[Site]) -> str:
+    """Return the saturating function between all modules of a chain; empty if there is none, or if it is a gate."""
+    step = step_of(evidence)
+    places = {node.name: node.id for node in evidence.graph.nodes if node.kind == "module"}
+    begin, end = (places.get(site.name, -1) for site in (group[0], group[-1]))
+    for name in ("sigmoid", "tanh"):
+        found = [node for node in step.operations if begin < node.id and node.name == name]
+        # A gate is multiplied with another tensor.
+        found = [node for node in found if not any("mul" in user.name for user in step.readers(node))]
+        if begin >= 0 and sum(node.id < end for node in found) >= len(group) - 1:
+            return name
+    return ""
 
 
 @rule(

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, takewhile
 
 import numpy as np
 
@@ -19,7 +19,9 @@ from lightning_recorder.names import Site
 
 __all__ = [
     "GRADIENT_CONSEQUENCES",
+    "as_part_of_package",
     "last_behind",
+    "left_by_package",
     "pairs_of_heads",
     "trains",
     "without_gradient",
@@ -59,6 +61,23 @@ def without_gradient(evidence: Evidence, records: int) -> dict[str, bool]:
     return {name: name in recorded for name, largest in found.items() if max(largest) == 0.0}
 
 
+def left_by_package(evidence: Evidence, around: str) -> bool:
+    """Return True if a module, ``around``, is in a model of an installed package, and another part of it is trained."""
+    packaged = step_of(evidence).packaged
+    whole = list(takewhile(packaged.__contains__, (around, *(_around(around)))))[-1:]
+    inside = "".join(f"{each}." for each in whole if each)
+    return bool(whole) and any(each.gradient and each.name.startswith(inside) for each in evidence.tensors)
+
+
+def as_part_of_package(found: Finding) -> Finding:
+    """Return a finding as a note: a user can hardly have forgotten a part of a package's model."""
+    return replace(found, severity="note", why=_WHY_PACKAGE, next=_NEXT_PACKAGE)
+
+
+_WHY_PACKAGE = "The code of an installed package has it, and this training does not need it."
+_NEXT_PACKAGE = "Let it be, unless its output was meant to be used; DDP then needs find_unused_parameters."
+
+
 def trains(evidence: Evidence) -> bool:
     """Return True if some parameter has a gradient."""
     return any(each.gradient for each in evidence.tensors)
@@ -70,8 +89,9 @@ def trains(evidence: Evidence) -> bool:
     usual="every parameter of the optimizer has a gradient",
     why="The code does not use the parameter, or its effect on the loss is cut off by a detach().",
     next="Use the parameter in the code of its module, or remove it; DDP would stop with an error.",
-    false_alarms="Parameters that are used in a part of training only, such as a mask token. Gradients of zero count "
-    "in recurrent modules alone: those of one layer of several, or of the backward direction's recurrent weight.",
+    false_alarms="Parameters that are used in a part of training only, such as a mask token; those of a model of an "
+    "installed package are a note. Gradients of zero count in recurrent modules alone: those of one layer of several, "
+    "or of the backward direction's recurrent weight.",
     needs=("parameters",),
     records=2,
 )
@@ -90,7 +110,9 @@ def forgotten_parameter(evidence: Evidence, *, records: int = 2) -> Iterator[Fin
             names = ", ".join(each.name for each in found[:3]) + (", …" if len(found) > 3 else "")
             verdict = f"{len(found)} parameters are not used by the loss, so they are not trained: {names}"
         others = dict.fromkeys(each.module for each in found if each.module not in ("", found[0].module))
-        yield found[0].found(verdict, others=tuple(others))
+        finding = found[0].found(verdict, others=tuple(others))
+        are_packaged = all(left_by_package(evidence, each.module) for each in found)
+        yield as_part_of_package(finding) if are_packaged else finding
     yield from _unread_states(evidence, records)
 
 
@@ -164,7 +186,8 @@ def _stopped(evidence: Evidence, records: int) -> dict[str, bool]:
     why="A detach(), a torch.no_grad(), a conversion to numbers, or a factor of zero after the module.",
     next="Look at the code between this module and the one after it.",
     false_alarms="Parts that are trained later on purpose. Frozen parameters do not count. A branch of the last block "
-    "that no loss depends on is a note if the same branch of the block before it is trained.",
+    "that no loss depends on is a note if the same branch of the block before it is trained, and so is a part of a "
+    "model of an installed package whose output nothing uses.",
     needs=("parameters",),
     records=2,
     explains={
@@ -201,6 +224,7 @@ def gradient_stops(evidence: Evidence, *, records: int = 2, blocks: int = 4) -> 
         is_zero_from_the_loss = not reached and bool(len(evidence.gradients)) and lost[names[0]]
         is_single = len(alike) == 1 and not is_zero_from_the_loss
         earlier = _trained_before_last(evidence, frontier, lost) if is_single else ""
+        is_unread = _is_unread(evidence, frontier)
         flat = _flat_after(evidence, frontier) if is_zero_from_the_loss else ""
         if flat:
             where = f"the {flat} behind {frontier} has a gradient of zero everywhere"
@@ -208,7 +232,7 @@ def gradient_stops(evidence: Evidence, *, records: int = 2, blocks: int = 4) -> 
             where = f"the gradient of the loss for the output of {frontier} is zero already"
         elif earlier:
             where = f"the loss does not depend on it; {earlier} of an earlier block is trained"
-        elif _is_unread(evidence, frontier):
+        elif is_unread:
             where = f"nothing uses the output of {frontier}{more}"
         verdict = f"{count}: {where}"
         others = tuple(each for each in names if each != frontier)
@@ -220,6 +244,8 @@ def gradient_stops(evidence: Evidence, *, records: int = 2, blocks: int = 4) -> 
             found = replace(found, why=_WHY_ZERO_LOSS, next=_NEXT_ZERO_LOSS)
         elif earlier:
             found = replace(found, severity="note", why=_WHY_LAST_BLOCK, next=_NEXT_LAST_BLOCK)
+        elif is_unread and left_by_package(evidence, frontier.rpartition(".")[0]):
+            found = as_part_of_package(found)
         elif recorded and all(_NO_GRAD in each for each in recorded):
             found = replace(found, why=_WHY_NO_GRAD)
         if recorded:

@@ -30,7 +30,8 @@ _NORMS = re.compile(r"BatchNorm\dd|GroupNorm|InstanceNorm\dd|LayerNorm|RMSNorm|S
     why="The normalization uses fixed statistics (a BatchNorm in eval mode), or its eps exceeds the variance.",
     next="Check that the module is in train mode, its eps, and the scale of its input.",
     false_alarms="A LayerNorm may weaken features with a large variance, so that only its range is compared. "
-    "Weights near 0 may be offsets from 1.",
+    "Weights near 0 may be offsets from 1. Rows of zeros, such as the embedding of padding, stay zero, so they do not "
+    "count. A weight that begins at zero must still be zero in the latest records.",
     needs=("activations", "parameters"),
     records=2,
     explains={
@@ -44,7 +45,13 @@ def norm_ineffective(evidence: Evidence, *, persistence: int = 2, ratio: float =
     """Yield the normalization layers whose output scale does not agree with their weight."""
     for view in evidence.outputs:
         weight = evidence.parameter(view.module, "weight")
-        if not _NORMS.fullmatch(view.kind) or not weight or view.path != "out":
+        if not _NORMS.fullmatch(view.kind) or view.path != "out":
+            continue
+        if _is_bias_alone(view, persistence):
+            verdict = f"{view.module} returns its bias, whatever its input is: both have the same mean, min and max"
+            yield replace(view.found(verdict, "rms", rms=view.rms[-1]), why=_WHY_ZERO, next=_NEXT_ZERO)
+            continue
+        if not weight:
             continue
         low, high, steps = _expected_rms(view)
         values, at = view.column("rms")
@@ -65,6 +72,26 @@ def norm_ineffective(evidence: Evidence, *, persistence: int = 2, ratio: float =
             yield view.found(verdict, "rms", factor=factor, rms=values[-1], low=low[-1], high=high[-1])
 
 
+_WHY_ZERO = "The weight of the normalization is zero, so that nothing after it depends on its input."
+_NEXT_ZERO = "Look at the initialization of the weight, and at what sets or freezes it."
+
+
+def _is_bias_alone(output: View, persistence: int) -> bool:
+    """Return True if a normalization returns its bias, which is not zero, in each of the last records."""
+    bias = output.evidence.parameter(output.module, "bias")
+    if not bias:
+        return False
+    (mean, least, most), at = output.columns("mean", "min", "max")
+    (of_mean, of_least, of_most), steps = bias.columns("mean", "min", "max")
+    _, here, there = np.intersect1d(at, steps, return_indices=True)
+    here, there = here[-persistence:], there[-persistence:]
+    if len(here) < persistence or not (of_most[there] > of_least[there]).all():
+        return False
+    # The means are sums over different numbers of values, so they differ by rounding.
+    is_mean = np.abs(mean[here] - of_mean[there]) <= 1e-3 * (of_most[there] - of_least[there])
+    return bool(((least[here] == of_least[there]) & (most[here] == of_most[there]) & is_mean).all())
+
+
 def _expected_rms(output: View) -> tuple[Floats, Floats, NDArray[np.int64]]:
     """Return the smallest and the largest rms that the weight and the bias of a normalization allow, and the steps.
 
@@ -79,7 +106,9 @@ def _expected_rms(output: View) -> tuple[Floats, Floats, NDArray[np.int64]]:
     if len(offset) != len(low):
         offset = np.full(len(low), offset.max(initial=0.0))
     if is_per_sample:
-        return np.maximum(low, 0) - offset, np.maximum(np.abs(low), np.abs(high)) + offset, steps
+        feeds = [output.evidence.output(each) for each in output.evidence.wiring.inputs.get(output.module, ())]
+        zeros = max((float(np.median(each.zero_fraction)) for each in feeds if len(each.zero_fraction)), default=0.0)
+        return (1 - zeros) ** 0.5 * np.maximum(low, 0) - offset, np.maximum(np.abs(low), np.abs(high)) + offset, steps
     expected = np.sqrt(low**2 + offset**2)
     return expected, expected, steps
 

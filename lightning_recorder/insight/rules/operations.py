@@ -117,6 +117,10 @@ def single_unit(evidence: Evidence, *, outputs: int = 3) -> Iterator[Finding]:
             layer = _layer_before(step, node)
             if layer is None or targets & inputs & step.ancestors(layer):
                 continue
+            # An autoencoder may get its inputs and its targets as two tensors, such as noisy and clean samples.
+            given = [step.graph[each].outputs[:1] for each in inputs & step.ancestors(layer)]
+            if sources[0].outputs[:1] == sources[1].outputs[:1] in given:
+                continue
             if inputs.isdisjoint(_ancestors_without(step, sources[0], layer)):
                 verdict = (
                     f"{step.owner(layer) or layer.name} returns one number for each sample, from which the "

@@ -16,6 +16,7 @@ from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.module_edges import is_position
 from lightning_recorder.insight.recorded_step import LOSSES, keeps_values, setting, step_of
 from lightning_recorder.insight.rule import GRAPH, rule
+from lightning_recorder.insight.rules.gradients import left_by_package
 from lightning_recorder.insight.rules.held_parts import held_parts
 from lightning_recorder.records.table import Floats
 
@@ -104,13 +105,17 @@ def _about_left_out(evidence: Evidence, nodes: list[Node], what: str) -> Finding
     return view.found(verdict, others=tuple(modules[1:]), parameters=len(nodes))
 
 
+_TRAINED = ("weight", "bias")  # the usual names of trained parameters
+
+
 @rule(
     "frozen",
     statistic="modules none of whose parameters requires a gradient",
     usual="no module is frozen, or the first layers in fine-tuning (a note)",
     why="requires_grad_(False) on the wrong module, or a freeze that was not undone.",
     next="Look for requires_grad; call requires_grad_(True) before configure_optimizers.",
-    false_alarms="Fine-tuning freezes the first layers or most layers, which is a note.",
+    false_alarms="Fine-tuning freezes the first layers or most layers, which is a note, as is a parameter that a class "
+    "of an installed package fixes.",
     needs=("parameters",),
     explains={"unlike-siblings": ("same",)},
     is_lasting=True,
@@ -124,7 +129,12 @@ def frozen(evidence: Evidence, *, share: float = 0.34) -> Iterator[Finding]:
         found = _about_left_out(evidence, parts, "is frozen")
         # Some fine-tuning methods train only the biases.
         is_few = len(parts) < share * (len(parts) + len(evidence.weights))
-        yield found if is_few else replace(found, severity="note", why="Fine-tuning of a part of the parameters.")
+        why = "Fine-tuning of a part of the parameters."
+        # A class of a package may fix a parameter, such as a permutation. Weights and biases are usually trained.
+        split = [each.name.rpartition(".") for each in parts]
+        if all(left_by_package(evidence, owner) and name not in _TRAINED for owner, _, name in split):
+            is_few, why = False, "A class of an installed package has it, and fixes it."
+        yield found if is_few else replace(found, severity="note", why=why)
     names = [name for name, why in evidence.missing if why.startswith("frozen")]
     in_optimizer = {each.module for each in evidence.tensors}
     trained = {each.module for each in evidence.tensors if each.gradient}

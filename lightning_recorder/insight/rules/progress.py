@@ -40,7 +40,8 @@ def _quarters(values: Floats) -> tuple[Floats, Floats]:
     "of the logits is too large. An embedding of torch has std 1, too much for a last layer.",
     next="Scale the weights of the last layer, such as std=0.02, or divide the logits, until the first loss is near "
     "the logarithm of the number of classes.",
-    false_alarms="A run that is resumed has no first step. A loss that is a sum over the samples is left out.",
+    false_alarms="A run that is resumed has no first step. A loss that is a sum over the samples, and "
+    "logits with a margin for the target, are left out.",
     needs=("activations", GRAPH),
     records=1,
     explains=dict.fromkeys(
@@ -53,7 +54,11 @@ def first_loss(evidence: Evidence, *, factor: float = 5.0) -> Iterator[Finding]:
     step = step_of(evidence)
     for node in step.operations:
         names, shape = (step.function_names.get(node.id, ""), step.owner(node)), shape_of(node)
-        if node.name != "cross_entropy" or not shape or setting(node, "reduction"):
+        sources = step.sources(node) if node.name == "cross_entropy" and not setting(node, "reduction") else []
+        if len(sources) < 2 or not shape:
+            continue
+        # A margin, as in ArcFace, lowers the logit of the target, so that the loss begins high.
+        if step.made_by(sources[1]).id in step.ancestors(sources[0]):
             continue
         views = [View(evidence, evidence.results, Site(name, "out")) for name in names]
         means, steps = next((each.column("mean") for each in views if each), (np.zeros(0), np.zeros(0)))

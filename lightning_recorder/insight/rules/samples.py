@@ -303,8 +303,8 @@ def validation_in_training(
     why="A column of the target was left in the features, or a window of a series ends with the value to predict.",
     next="Leave this value out of the inputs: drop the column, or end the window one step before the target.",
     false_alarms="Tasks that select a value of the input on purpose. Only the first batches of floats with one target "
-    "for each sample are compared, if their targets differ. A step that selects from the inputs or masks them is left "
-    "out.",
+    "for each sample are compared, if their targets differ. A step that selects from the inputs or masks them, and a "
+    "value in an earlier step of a sequence, are left out.",
     needs=(DATA,),
     is_lasting=True,
 )
@@ -318,9 +318,18 @@ def target_in_inputs(evidence: Evidence, *, samples: int = 64) -> Iterator[Findi
     # The step may drop this value from the inputs, for example by slicing.
     if any(user.name in _SELECTIONS for node in floats for user in step.users(node)):
         return
+    # A window that has its target ends with it. Another step may be the target on purpose, to train a memory.
+    shapes = [node.outputs[0].shape[1:] for node in floats]
+    if all(len(shape) == 2 and not _is_last_step(loader.target_place, shape) for shape in shapes):
+        return
     verdict = f"value {loader.target_place} of the inputs is the target in each of {loader.compared} compared samples"
     numbers = {"compared": loader.compared, "place": loader.target_place}
     yield _of_epoch(evidence, epochs[0], verdict, **numbers)
+
+
+def _is_last_step(place: int, shape: tuple[int, ...]) -> bool:
+    """Return True if a value is in the last step of a sequence, ``[steps, features]`` or ``[features, steps]``."""
+    return place // shape[1] == shape[0] - 1 or place % shape[1] == shape[1] - 1
 
 
 _SELECTIONS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -24,6 +25,9 @@ _WHY_LIMITED = "max_norm scales down each row of the embedding whose norm is lar
 _NEXT_LIMITED = "Leave out max_norm, or pass a norm of about the square root of the features."
 _WHY_MADE = "The step makes this input from integers and does not normalize it, such as time steps from 0 to 999."
 _NEXT_MADE = "Divide it by its largest value, or pass its sines and cosines or an embedding of it."
+
+
+_DEVIATION = re.compile(r"rho|sigma|std|var|log")
 
 
 def _weight_gain(weight: View) -> float | None:
@@ -81,7 +85,8 @@ def weights_too_large(evidence: Evidence, *, most: float = 8.0, most_of_last: fl
     begun = next(iter(evidence.activations.steps), math.inf)
     begun = math.inf if evidence.parameters.about.get("overflow_steps") else begun
     for each in evidence.weights:
-        is_multiplied = "weight" in each.path or each.path.endswith("kernel")  # others may not be factors of a product
+        # Others may not be factors of a product, such as the deviations of random weights.
+        is_multiplied = ("weight" in each.path or each.path.endswith("kernel")) and not _DEVIATION.search(each.path)
         gain = _weight_gain(each) if is_multiplied else None
         is_first = bool((each.column("rms")[1][:1] <= begun).all())
         if gain is not None and is_first and gain > (most_of_last if each.is_last else most):

@@ -154,7 +154,7 @@ def no_positions(evidence: Evidence) -> Iterator[Finding]:
     nodes = [node for node in step.operations if node.id in inner and {"input", "parameter"} <= step.roots[node.id]]
     tokens = [node for node in nodes if node.name == "embedding"]
     shape = shape_of(tokens[0]) if len(tokens) == 1 else None
-    if not shape or len(shape) != 2 or not all(_treats_positions_alike(step, node, shape[1]) for node in nodes):
+    if not shape or len(shape) != 2 or not all(treats_positions_alike(step, node, shape[1]) for node in nodes):
         return
     counts = {prod(shape_of(node, 1) or ()) for node in step.operations if node.name in ("cross_entropy", "nll_loss")}
     if not counts & {prod(shape), shape[0] * (shape[1] - 1)}:
@@ -172,7 +172,7 @@ def no_positions(evidence: Evidence) -> Iterator[Finding]:
     yield replace(found, severity="note") if has_mask else found
 
 
-def _treats_positions_alike(step: RecordedStep, node: Node, length: int) -> bool:
+def treats_positions_alike(step: RecordedStep, node: Node, length: int) -> bool:
     """Return True for an operation that does not distinguish between positions."""
     name = node.name.strip("_")
     if name not in _ALIKE and not keeps_values(node):

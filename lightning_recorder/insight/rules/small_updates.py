@@ -128,8 +128,8 @@ def set_back(evidence: Evidence, *, persistence: int = 4) -> Iterator[Finding]:
     why="A learning rate that is far too low, or clipping to a norm that is far too small.",
     next="Raise the learning rate; look at gradient_clip_val and the scheduler.",
     false_alarms="The end of a schedule that goes to zero: the median over the run counts. From 1e-6 to 3e-5, the "
-    "rate must be constant and most weights still be distributed as in new layers of torch, so that it is no "
-    "fine-tuning.",
+    "rate must be constant and most weights still be distributed as in new layers of torch, or be few and keep their "
+    "size, so that it is no fine-tuning.",
     needs=("parameters",),
     records=3,
 )
@@ -186,8 +186,11 @@ def largest_ratio(evidence: Evidence, records: int) -> float:
     return max((float(np.median(each)) for each in ratios if len(each) >= records), default=0.0)
 
 
-def are_new(evidence: Evidence, numel: int, tolerance: float) -> bool:
-    """Return True if most weights still have the uniform distribution of new torch layers in the last record.
+def are_new(evidence: Evidence, numel: int, tolerance: float, *, inside: str = "", record: int = -1) -> bool:
+    """Return True if most weights have the uniform distribution of new torch layers, by default in the last record.
+
+    Weights with fewer than ``numel`` values show no distribution. A model of such weights counts as new if their rms
+    has hardly changed, since nobody trains such a model in advance.
 
     The largest value of a uniform distribution is √3 × the rms. Training makes a few values larger.
 
@@ -195,20 +198,28 @@ def are_new(evidence: Evidence, numel: int, tolerance: float) -> bool:
         evidence: The evidence.
         numel: The least number of values of a compared weight.
         tolerance: The largest relative difference from √3 × the rms.
+        inside: The module around the weights; empty for the whole model.
+        record: The place of the record.
     """
     last = []
     for each in evidence.weights:
         found, _ = each.columns("min", "max", "rms")
-        if len(found[0]) and each.numel >= numel:
-            last.append([float(values[-1]) for values in found])
+        if len(found[0]) and each.numel >= numel and f"{each.module}.".startswith(f"{inside}." if inside else ""):
+            last.append([float(values[record]) for values in found])
     uniform = [abs(max(-low, high) / rms / np.sqrt(3) - 1) < tolerance for low, high, rms in last if rms > 0]
-    return bool(sum(uniform) > len(last) / 2)
+    if last or inside:
+        return bool(sum(uniform) > len(last) / 2)
+    sizes = [each.rms for each in evidence.weights if len(each.rms)]
+    return bool(sizes) and all(abs(float(each[-1] / each[0]) - 1) < tolerance for each in sizes)
 
 
 def _warms_up(evidence: Evidence, factor: float) -> bool:
-    """Return True if the learning rate rises, or is unknown."""
+    """Return True if the learning rate rises, or if it is unknown and the updates become larger."""
     rates = [values for each in evidence.weights if len(values := each.learning_rate)]
-    return not rates or any(bool(values.max() > factor * np.median(values)) for values in rates)
+    if rates:
+        return any(bool(values.max() > factor * np.median(values)) for values in rates)
+    thirds = [np.array_split(each.update_ratio, 3) for each in evidence.weights if len(each.update_ratio) >= 3]
+    return any(bool(np.median(last) > factor * np.median(first)) for first, _, last in thirds)
 
 
 @rule(

@@ -123,13 +123,13 @@ def padding_as_target(evidence: Evidence, *, persistence: int = 4, share: float 
 
 
 def _inputs_of(step: RecordedStep, node: Node) -> list[Node]:
-    """Return the model inputs that a node gets, maybe reshaped or with some entries selected."""
+    """Return the model inputs that a node gets, maybe reshaped, or with some entries selected or added."""
     found, todo = [], [node]
     while todo:
         each = todo.pop()
         if each.kind == "input":
             found.append(each)
-        elif each is node or keeps_values(each) or each.name in ("getitem", "narrow", "long", "clone", "chunk"):
+        elif each is node or keeps_values(each) or each.name in ("getitem", "narrow", "long", "clone", "chunk", "pad"):
             todo += step.sources(each)
     return found
 

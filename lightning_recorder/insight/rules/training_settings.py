@@ -288,7 +288,8 @@ def eval_mode(evidence: Evidence, *, persistence: int = 2) -> Iterator[Finding]:
     found = [name for name in dict.fromkeys(found) if _is_trained(evidence, name, trained, frozen)]
     if found:
         first = next(view for view in evidence.outputs if view.module == found[0])
-        many = f" and {len(found) - 1} other modules are" if len(found) > 1 else " is"
+        more = len(found) - 1
+        many = f" and {more} other module{'s' * (more > 1)} are" if more else " is"
         verdict = f"{found[0]}{many} in eval mode in training steps"
         since = int(first.column("eval_mode")[1][0])
         yield first.found(verdict, since=since, others=tuple(found[1:]), modules=len(found))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from lightning_recorder.insight.evidence import Evidence
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import rule
-from lightning_recorder.insight.rules.gradients import trains, without_gradient
+from lightning_recorder.insight.rules.gradients import as_part_of_package, left_by_package, trains, without_gradient
 
 
 def _uncalled(evidence: Evidence, records: int) -> Iterator[tuple[str, str]]:
@@ -55,7 +55,8 @@ def _numbered(name: str) -> list[tuple[str, str, str]]:
     usual="every parameter of the optimizer has a gradient",
     why="The module is not used in forward, or a condition never chooses it.",
     next="Call the module in forward, or remove it; DDP would stop with an error.",
-    false_alarms="Branches that are chosen rarely, if no recorded step chooses them.",
+    false_alarms="Branches that are chosen rarely, if no recorded step chooses them. A part of a model of an installed "
+    "package is a note.",
     needs=("parameters",),
     records=2,
     explains={"unused-parameter": ("any",), "does-not-move": ("same",)},
@@ -66,9 +67,10 @@ def unused_parameter(evidence: Evidence, *, records: int = 2) -> Iterator[Findin
     for name, member in _uncalled(evidence, records):
         if not member:
             groups.setdefault(name.rpartition(".")[0], []).append(name)
-    for group in groups.values():
+    for around, group in groups.items():
         verdict = f"{group[0]} is never called, so its parameters are not trained"
-        yield evidence.view(evidence.parameters, group[0]).found(verdict, others=tuple(group[1:]))
+        found = evidence.view(evidence.parameters, group[0]).found(verdict, others=tuple(group[1:]))
+        yield as_part_of_package(found) if left_by_package(evidence, around) else found
 
 
 def _calls(evidence: Evidence) -> dict[str, dict[str, NDArray[np.bool_]]]:

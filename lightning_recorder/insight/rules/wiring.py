@@ -18,6 +18,7 @@ from lightning_recorder.insight.recorded_step import (
     found_in,
     joined,
     listed,
+    setting,
     shape_of,
     step_of,
 )
@@ -73,8 +74,8 @@ def unused_codes(
     usual="the sum z + (code - z).detach(), so that the encoder gets the gradient for the code",
     why="The choice of the nearest row has no gradient, so that the loss behind the codes does not train the encoder.",
     next="Pass z + (code - z).detach() on, with the output z of the encoder.",
-    false_alarms="An encoder that is not trained, and rows that are chosen by something else than their distance, are "
-    "left out.",
+    false_alarms="An encoder that is not trained, or whose output another loss decodes, and rows that are chosen by "
+    "something else than their distance, are left out.",
     needs=(GRAPH,),
     explains=dict.fromkeys(("collapsed-embedding", "unused-codes"), _ANY),
     is_lasting=True,
@@ -97,6 +98,8 @@ def encoder_cut_off(evidence: Evidence) -> Iterator[Finding]:
             prediction = next(iter(step.sources(loss)), None)
             if not step.is_loss(loss) or prediction is None or not step.signs.get(loss.id):
                 continue
+            if any(_decodes(step, each, encoded) for each in step.operations):
+                return
             between = step.ancestors(prediction) - step.ancestors(node)
             has_layer = any(step.graph[each].kind == "parameter" for each in between - {each.id for each in books})
             if node.id in between and has_layer and not encoded & _with_gradient(step, prediction):
@@ -106,6 +109,16 @@ def encoder_cut_off(evidence: Evidence) -> Iterator[Finding]:
                 )
                 yield found_in(evidence, step.owner(node), verdict)
                 return
+
+
+def _decodes(step: RecordedStep, loss: Node, encoded: set[int]) -> bool:
+    """Return True for a loss whose prediction is made of an encoded tensor by further layers."""
+    prediction = next(iter(step.sources(loss)), None)
+    if not step.is_loss(loss) or prediction is None or not step.signs.get(loss.id):
+        return False
+    behind = step.ancestors(prediction).difference(*(step.ancestors(step.graph[each]) for each in encoded))
+    has_layer = any(step.graph[each].kind == "parameter" for each in behind)
+    return has_layer and bool(encoded & _with_gradient(step, prediction))
 
 
 def _with_gradient(step: RecordedStep, node: Node) -> set[int]:
@@ -161,7 +174,10 @@ def exchanged_samples(evidence: Evidence) -> Iterator[Finding]:
 def _order_of(step: RecordedStep, node: Node) -> Node | None:
     """Return the node with the indices, if a node reorders all samples of a tensor; otherwise None."""
     sources = step.sources(node) if node.name in ("getitem", "index_select") else []
-    order = step.made_by(sources[1]) if len(sources) == 2 else None
+    # As in x[:, order], the order may be that of another dimension.
+    is_first = setting(node, "index").startswith("tensor") or not setting(node, "index")
+    is_first = is_first and setting(node, "dim") in ("", "0")
+    order = step.made_by(sources[1]) if len(sources) == 2 and is_first else None
     if order is None or order.name not in ("sort", "argsort", "randperm") or not node.outputs:
         return None
     samples = sources[0].outputs[0].shape[:1] if sources[0].outputs else ()

@@ -170,7 +170,7 @@ export function GraphView(props: {
         const text = query.toLowerCase();
         group.classList.toggle("found", text !== "" && (names.some((name) => name.toLowerCase().includes(text)) || (node.type_name ?? "").toLowerCase().includes(text)));
       });
-      const pick = (): void => { if (isModule || node.kind === "input") latest.current.onPick(node.name); setFocus(box.id); };
+      const pick = (): void => { if (isModule || node.kind === "input") latest.current.onPick(tree.nameOf(node)); setFocus(box.id); };
       const change = (): void => { if (tree.inside(node).length && node !== tree.root) { if (box.nodes.length === 1) toggle(box, node); else toggle(box, box.nodes[0]!); } };
       group.addEventListener("click", (event) => { event.stopPropagation(); if (!moved.current) pick(); });
       group.addEventListener("dblclick", (event) => { event.stopPropagation(); change(); });

@@ -426,9 +426,10 @@ function Chain(props: { tree: Tree; node: NodeData | undefined; onPick: (module:
 /** The node that a finding is about. Without a module, it is the function that the sentence names with its line of code, or the batch. */
 function placeOf(finding: Finding, tree: Tree | null): NodeData | undefined {
   if (finding.module || !tree) return finding.module ? tree?.find(finding.module) : undefined;
-  const words = finding.verdict.split(/[^\w.:/\\]+/), is = (each: NodeData): boolean => each.kind === "op" && words.includes(each.name) && words.includes(each.source ?? "");
+  const words = finding.verdict.split(/[^\w.:/\\]+/), is = (name: string, each: NodeData): boolean => words.includes(name) && words.includes(each.source ?? "");
   // What gets the output of a function is the one at fault, such as a loss behind a softmax.
-  return tree.data.nodes.findLast(is) ?? (finding.needs.includes("data") ? tree.data.nodes.find((each) => each.kind === "input") : undefined);
+  return tree.data.nodes.findLast((each) => is(each.kind === "op" ? each.name : tree.nameOf(each).replace(/^.*\.|#\d+$/g, ""), each))
+    ?? (finding.needs.includes("data") ? tree.data.nodes.find((each) => each.kind === "input") : undefined);
 }
 
 function nameOf(node: NodeData | undefined, tree: Tree | null): string { return node && tree ? tree.nameOf(node) : ""; }

@@ -28,32 +28,43 @@ const SIGN = 16;  // pixels for the sign that opens or closes a box
 const TITLE = "600 12px sans-serif";
 const ZERO = 7;  // points of a zero in the 14 points of the font of Graphviz
 
+function append<Value>(to: Map<number, Value[]>, key: number, value: Value): void {
+  const known = to.get(key);
+  if (known) known.push(value); else to.set(key, [value]);
+}
+
 export class Tree {
   readonly byId = new Map<number, NodeData>();
   readonly children = new Map<number, NodeData[]>();
   readonly root: NodeData;
+  private readonly names = new Map<string, NodeData>();
+  private readonly sites = new Map<number, string>();
+  private readonly after = new Map<number, number[]>();
+  private readonly before = new Map<number, number[]>();
 
   constructor(readonly data: GraphData) {
     for (const node of data.nodes) {
       this.byId.set(node.id, node);
-      if (node.parent !== null) {
-        const known = this.children.get(node.parent);
-        if (known) known.push(node); else this.children.set(node.parent, [node]);
-      }
+      if (node.parent !== null) append(this.children, node.parent, node);
     }
     this.root = data.nodes[0]!;
+    for (const [from, to] of data.edges) { append(this.after, from, to); append(this.before, to, from); }
+    for (const [name, id] of Object.entries(data.sites)) { this.sites.set(id, name); this.names.set(name, this.byId.get(id)!); }
+    // Of the calls of a module, and of functions that are not recorded, the first one has the name.
+    for (const kind of ["module", "input", "op"]) for (const node of data.nodes) {
+      const name = kind === "op" ? this.nameOf(node) : node.name;
+      if (node.kind === kind && !this.names.has(name)) this.names.set(name, node);
+    }
   }
 
-  /** The node of a module, of a function by the names of its module and its own, or of an input, by its name. */
-  find(name: string): NodeData | undefined {
-    const named = (kinds: string[], text: string): NodeData | undefined => this.data.nodes.find((each) => kinds.includes(each.kind) && each.name === text);
-    const around = name.includes(".") ? name.slice(0, name.lastIndexOf(".")) : "", own = shortName(name);
-    return named(["module"], name) ?? named(["input"], name)
-      ?? this.data.nodes.find((each) => each.kind === "op" && each.name === own && this.around(each)?.name === around);
-  }
+  /** The node of a module, an input or a function, by the name in the records. */
+  find(name: string): NodeData | undefined { return this.names.get(name); }
 
-  /** The name by which `find` has a node. */
-  nameOf(node: NodeData): string { return [node.kind === "op" ? this.around(node)?.name : "", node.name].filter(Boolean).join("."); }
+  /** The name by which `find` has a node. A module that is made where it is called has the name of its function. */
+  nameOf(node: NodeData): string {
+    const site = this.sites.get(node.id), around = node.kind === "op" ? this.around(node)?.name : "";
+    return site !== undefined && !(node.kind === "module" && site.startsWith(`${node.name}.`)) ? site : [around, node.name].filter(Boolean).join(".");
+  }
 
   /** The module whose code calls a function. */
   around(node: NodeData): NodeData | undefined { return [...this.above(node)].find((each) => each.kind === "module"); }
@@ -76,10 +87,9 @@ export class Tree {
   /** The modules from which a module gets its inputs, or those that get its outputs, through operations between them. */
   beside(module: NodeData, forward: boolean): string[] {
     const own = new Set([module.id, ...[...this.below(module)].map((each) => each.id)]), around = new Set([...this.above(module)].map((each) => each.id));
-    const queue = [...own], seen = new Set(queue), found = new Set<string>();
-    for (const id of queue) for (const edge of this.data.edges) {
-      const [from, to] = forward ? [edge[0], edge[1]] : [edge[1], edge[0]];
-      if (from !== id || seen.has(to)) continue;
+    const queue = [...own], seen = new Set(queue), found = new Set<string>(), next = forward ? this.after : this.before;
+    for (const id of queue) for (const to of next.get(id) ?? []) {
+      if (seen.has(to)) continue;
       seen.add(to);
       const node = this.byId.get(to)!;
       const owner = [node, ...this.above(node)].find((each) => each.kind === "module" && !around.has(each.id));
@@ -240,7 +250,8 @@ export function united(one: GraphData, other: GraphData): { graph: GraphData; ch
     const [source, target] = [mapped.get(from)!, mapped.get(to)!];
     if (!has.has(`${source}>${target}`)) edges.push([source, target, count, tensor, "removed"]);
   }
-  return { graph: { ...one, nodes, edges }, changes };
+  const sites = { ...Object.fromEntries(Object.entries(other.sites).map(([name, id]) => [name, mapped.get(id)!])), ...one.sites };
+  return { graph: { ...one, nodes, edges, sites }, changes };
 }
 
 let engine: Promise<Graphviz> | null = null;

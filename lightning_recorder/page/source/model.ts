@@ -33,6 +33,7 @@ export interface NodeData {
 export type EdgeData = [source: number, target: number, count: number, tensor: string, side?: "" | "added" | "removed"];
 export interface GraphData {
   title: string; parameters: number; unused: string[]; neverCalled: string[]; nodes: NodeData[]; edges: EdgeData[];
+  sites: Record<string, number>;  // the node of each function, by its name in the records
 }
 export interface CurveData { name: string; steps: number[]; values: string; logged: boolean }
 export interface Answer {

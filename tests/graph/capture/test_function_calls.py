@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
-from lightning_recorder.graph.capture.function_calls import Caller, CustomCall, find_caller
+from lightning_recorder.graph.capture.function_calls import Caller, CustomCall, find_caller, installed_packages
 from tests.graph.nets import Net, X
 
 # The caller.
@@ -118,6 +118,23 @@ def test_installed_file(folder: str) -> None:
     separator = "\\" if "\\" in folder else "/"
     file = folder + separator.join(("bert", "modeling.py"))
     assert calling("bert.modeling", find_caller, file=file)().source == "bert/modeling.py:2"
+
+
+def test_file_that_pip_has_installed_into_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With pip install --target, a folder of sys.path has packages, and their files have short paths."""
+    files = {name: tmp_path / name / "bert" / "modeling.py" for name in ("target", "project")}
+    for name, file in files.items():
+        file.parent.mkdir(parents=True)
+        (tmp_path / name / "bert-1.0.dist-info").mkdir() if name == "target" else None
+        monkeypatch.syspath_prepend(str(tmp_path / name))
+    found = [calling("bert.modeling", find_caller, file=str(file))().source for file in files.values()]
+    assert found == ["bert/modeling.py:2", f"{files['project']}:2"]
+
+
+def test_the_installed_packages_among_code_lines() -> None:
+    """Packages and single modules are told apart from files of the user, from paths and from unknown names."""
+    sources = ["numpy/linalg/linalg.py:7", "tests/net.py:3", "net.py:4", "/home/me/net.py:5", "unknown/net.py:6", ""]
+    assert installed_packages([*sources, "typing_extensions.py:9"]) == ("numpy", "typing_extensions.py")
 
 
 def test_source_of_a_trainer() -> None:

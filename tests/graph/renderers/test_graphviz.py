@@ -367,6 +367,18 @@ def test_the_loss_has_a_frame(tmp_path: Path) -> None:
         assert names == ["square", "sum", "div"]
 
 
+def test_a_target_without_a_gradient_is_outside_of_the_loss(tmp_path: Path) -> None:
+    """Functions that compute a target from the result of a network, without a gradient, are not in the frame."""
+    net = linear()
+    with GraphCapture(net, X, scope="training_step") as recording:
+        with torch.no_grad():
+            target = net(X).tanh().exp()
+        nn.functional.mse_loss(net(X).sin(), target).backward()
+    picture = draw(fit_view(recording.graph()), tmp_path)
+    (frame,) = (item for item in picture.items if item.kind == "cluster")
+    assert {node.lines[0] for node in picture.nodes() if frame.contains(node)} == {"sin", "mse_loss"}
+
+
 def test_the_main_path_is_kept_straight() -> None:
     """The edges of the longer branch of a residual block weigh more, so that the shorter one is drawn around it."""
     net = Net(lambda net, x: x + net.fc(x).exp(), fc=linear())

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_recorder.graph import Graph, capture_graph, fit_view
-from lightning_recorder.graph.views.constants import CONSTANT, join_constants
+from lightning_recorder.graph.model import IN_PLACE
+from lightning_recorder.graph.renderers.labels import tied_to
+from lightning_recorder.graph.views.constants import UPDATE, join_constants
 from tests.graph.nets import Net, X, linear
 
 
@@ -56,6 +58,20 @@ def test_a_result_with_two_users_keeps_its_edges() -> None:
     assert sorted(_functions(view)) == ["add", "arange … neg", "cos", "mul"]
     users = sorted(names[edge.target] for edge in view.edges if names[edge.source] == "arange … neg")
     assert users == ["cos", "mul"]
+
+
+def test_a_constant_that_a_call_computes_further_is_joined() -> None:
+    """Functions of a table are one node, also if the open call that takes the table computes further from it alone."""
+
+    def scale(net: Any, x: Tensor, table: Tensor) -> Tensor:
+        return net.fc(x) * table.neg()  # type: ignore[no-any-return]  # the attributes of a Net are not declared
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        table = torch.arange(4).mul(-0.5).exp().sqrt()
+        return net.inner(x, table)  # type: ignore[no-any-return]
+
+    view = fit_view(capture_graph(Net(forward, inner=Net(scale, fc=linear())), X))
+    assert _functions(view) == ["arange … sqrt", "neg", "mul"]
 
 
 def test_a_buffer_of_one_number_is_a_constant() -> None:
@@ -122,11 +138,29 @@ def test_a_moving_average_is_one_node(way: str) -> None:
     view = fit_view(capture_graph(net.requires_grad_(), X))
     functions = [node for node in view.nodes if node.kind == "op"]
     count = {"data": 24, "mul_": 8, "lerp_": 4}[way]
-    assert [node.note for node in functions][:1] == [f"{count} {CONSTANT}"]
+    assert [node.note for node in functions][:1] == [f"{count} {UPDATE}"]
+    assert tied_to(functions[0]) == "uses mean, live"
     assert [node.name for node in functions][1:] == ["mse_loss"]
     assert sorted(functions[0].tied) == sorted(name for name, _ in net.named_parameters())
     assert not [node for node in view.nodes if node.kind == "parameter"]
     assert {view[edge.target].name for edge in view.out_of(functions[0])} == {"mean.0", "mean.1"}
+
+
+def test_a_moving_average_after_the_loss_is_drawn() -> None:
+    """A function that changes a parameter stays, although its result is unused. Other unused results do not."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            net.live.weight.mul(2).add_(1)
+        loss = F.mse_loss(net.live(x), net.mean(x).detach())
+        with torch.no_grad():
+            net.mean.weight.mul_(0.9).add_(net.live.weight, alpha=0.1)
+        return loss
+
+    view = fit_view(capture_graph(Net(forward, live=linear(), mean=linear()), X))
+    functions = [(node.name, node.note) for node in view.nodes if node.kind == "op"]
+    assert functions[2:] == [("mul", IN_PLACE), ("add", IN_PLACE)]
+    assert view.left_out == ("2 unused results",)
 
 
 def test_functions_of_parameters_with_a_gradient_stay() -> None:

@@ -139,6 +139,38 @@ def test_additions_of_zero_are_left_out() -> None:
     assert view.left_out == ("1 zero addition",)
 
 
+@pytest.mark.parametrize(("terms", "joined"), [(9, True), (5, True), (4, False)])
+def test_a_long_sum_is_one_addition(terms: int, joined: bool) -> None:
+    """Four or more additions in another order than their terms, as of the terms of a loss, become one addition."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = net.first(x)
+        parts = [(x * number).sum() for number in range(terms)]
+        return sum(parts[1::2]) + sum(parts[::2])
+
+    graph = capture_graph(Net(forward, first=linear()), X)
+    view = fit_view(graph)
+    additions = [node for node in view.nodes if node.name == "add"]
+    assert len(additions) == (1 if joined else 5)
+    assert [each.name for each in fit_view(graph, all=True).nodes].count("add") == terms + 1
+    if joined:
+        lines = ["input", "first: Linear <- input", f"(module) [{terms} times]", f"  mul <- first ×{terms}"]
+        assert outline(view) == "\n".join([*lines, f"  sum <- mul ×{terms}", f"add <- sum ×{terms} all"])
+
+
+@pytest.mark.parametrize("last", [lambda x: x + 1, lambda x: torch.add(x, x.exp(), alpha=2)])
+def test_other_additions_are_not_joined(last: Callable[[Tensor], Tensor]) -> None:
+    """An addition of a number or of a multiple stays, and so do residual connections."""
+
+    def forward(_: Any, x: Tensor) -> Tensor:
+        for function in (torch.sin, torch.cos, torch.tanh, torch.exp, torch.relu):
+            x = x + function(x)
+        x = x + x.sinh() + x.tan() + x.atan()
+        return last(x)
+
+    assert [node.name for node in fit_view(capture_graph(Net(forward), X)).nodes].count("add") == 9
+
+
 def test_caches_are_left_out() -> None:
     """The keys and values that a model returns for later calls are counted, not drawn, and so is what computes them."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,8 +24,9 @@ from lightning_recorder.graph import (
     truncate,
     without,
 )
+from lightning_recorder.graph.renderers.labels import unused
 from lightning_recorder.graph.views.fit import drawn_nodes
-from tests.graph.nets import Net, X, block, linear, stack
+from tests.graph.nets import Net, X, block, linear, record_step, stack
 from tests.graph.outline import outline, text
 from tests.graph.queries import assert_sound, joined, only, reaches
 from tests.graph.random_nets import graphs
@@ -240,6 +242,43 @@ def test_fit_leaves_out_shape_functions_and_unused_results() -> None:
     assert fit_view(graph, all=True).left_out == ()
 
 
+def _two_results() -> Graph:
+    """Return a training step of four blocks with a residual and a skip output, of which the last residual is unused."""
+
+    def block(net: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = net.act(x)
+        return x + net.res(h), net.skip(h)
+
+    def step(net: Any, x: Tensor) -> None:
+        total: Tensor = torch.zeros(())
+        for each in net.blocks:
+            x, skip = each(x)
+            total = total + skip
+        total.sum().backward()
+
+    blocks = (Net(block, act=nn.ReLU(), res=linear(), skip=linear()) for _ in range(4))
+    return record_step(Net(lambda *_: None, blocks=nn.ModuleList(blocks)), step)
+
+
+def test_a_last_block_with_an_unused_result_is_folded() -> None:
+    """A residual that only the last block does not use is drawn with those of the other blocks, and says so."""
+    view = fit_view(_two_results())
+    (group,) = (node for node in view.nodes if node.repeats > 1)
+    assert (group.repeats, view.left_out) == (4, ())
+    assert {node.name: unused(node, view) for node in view.module_calls() if node.depth > 1} == {
+        "blocks.0.act": "",
+        "blocks.0.res": "blocks.3.res: not used for the loss",
+        "blocks.0.skip": "",
+    }
+
+
+def test_a_block_without_a_gradient_stays_apart() -> None:
+    """A block that gets no gradient, although its result is used for the loss, is not folded with the others."""
+    graph = _two_results()
+    graph = replace(graph, unused=replace(graph.unused, parameters=("blocks.1.res.weight", *graph.unused.parameters)))
+    assert "blocks.1" in [node.name for node in fit_view(graph).nodes]
+
+
 def test_an_empty_tensor_is_left_out_with_its_concatenation() -> None:
     """A cache that begins as a tensor without elements is not drawn, nor is the function that appends to it."""
     net = Net(lambda _, x: torch.cat([torch.zeros(0, 4), x.sin()]).cos())
@@ -282,6 +321,23 @@ def test_a_dense_block_is_one_node(layers: int) -> None:
     notes = [node.note for node in view.nodes if node.note]
     assert notes == (["6 parts, each takes all before it"] if layers > 4 else [])
     assert ("part0" in {node.name.rpartition(".")[2] for node in view.nodes}) == (layers == 4)
+
+
+@pytest.mark.parametrize(("functions", "is_closed"), [(81, True), (80, False)])
+def test_a_call_of_many_functions_is_closed(functions: int, is_closed: bool) -> None:
+    """A part with more than eighty functions is one node, unless it has at least half of the parameters."""
+
+    def part(net: Any, x: Tensor) -> Tensor:
+        x = net.fc(x)
+        for number in range(functions):
+            x = (torch.sin, torch.cos, torch.tanh)[number * number % 7 % 3](x)
+        return x
+
+    small, large = Net(part, fc=linear()), Net(part, fc=linear(), act=nn.ReLU())
+    graph = _with_output(nn.Sequential(small, nn.Linear(4, 40), nn.Linear(40, 4)))
+    assert ("0.fc" in {node.name for node in fit_view(graph).nodes}) is not is_closed
+    assert "0.fc" in {node.name for node in fit_view(graph, depth=3).nodes}
+    assert "0.fc" in {node.name for node in fit_view(_with_output(nn.Sequential(large))).nodes}
 
 
 def test_a_table_for_all_blocks_makes_no_dense_block() -> None:

@@ -29,7 +29,7 @@ from lightning_recorder.graph import (
 from lightning_recorder.graph.renderers.labels import shown_dilations, shown_times, size
 from lightning_recorder.graph.views.own_tensors import own_tensors
 from lightning_recorder.graph.views.wiring import Siblings
-from tests.graph.nets import Net, X, bare, linear, stack
+from tests.graph.nets import Net, X, bare, linear, scaled, stack
 from tests.graph.outline import outline, text
 from tests.graph.random_nets import graphs
 from tests.graph.random_wirings import wirings
@@ -84,6 +84,47 @@ def test_twelve_blocks_are_drawn_once() -> None:
           add <- input first, add ×11 next, 0.inner.1 ×12
         """
     )
+
+
+def test_a_parameter_may_start_a_loop() -> None:
+    """A parameter that only the first step of a loop takes, as its initial state, stays outside of the loop."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        state = net.scale
+        for _ in range(4):
+            state = torch.tanh(x + state)
+        return state  # type: ignore[no-any-return]  # the attributes of a Net are not declared
+
+    graph = without(capture_graph(scaled(forward), X), "output")
+    view = fold_repeats(graph)
+    assert outline(view, model_tensors=True) == text(
+        """
+        input
+        scale
+        (module) [4 times]
+          add <- input ×4, scale first, tanh ×3 next
+          tanh <- add ×4
+        """
+    )
+    assert same_graph(unfold(view), graph)
+
+
+@pytest.mark.parametrize(("functions", "rounds"), [(6, 2), (5, 0)])
+def test_two_long_steps_of_functions_are_folded(functions: int, rounds: int) -> None:
+    """Two steps of at least six functions are one frame. Shorter steps may be alike by chance."""
+
+    def forward(_: Net, x: Tensor) -> Tensor:
+        state = x
+        for _round in range(2):
+            for number in range(functions - 1):
+                state = (torch.sin, torch.cos, torch.tanh, torch.exp, torch.neg)[number](state)
+            state = state + x
+        return state
+
+    graph = capture_graph(Net(forward), X)
+    view = fold_repeats(graph)
+    assert [node.repeats for node in view.nodes if node.repeats > 1] == [rounds] * (rounds > 0)
+    assert same_graph(unfold(view), graph)
 
 
 def test_parameters_do_not_keep_blocks_apart() -> None:
@@ -1125,6 +1166,27 @@ def test_dilations_that_differ(by_function: bool) -> None:
     assert same_graph(unfold(view), whole)
     (conv,) = (node for node in view.module_calls() if node.type_name == "Conv1d")
     assert shown_dilations(conv, view) == "dilation 1, 2, 4, 8"
+
+
+@pytest.mark.parametrize(
+    ("columns", "drawn", "sizes"),
+    [
+        ([4] * 9, ["×9 side by side"], ["12…44 parameters"]),
+        ([4] * 8 + [5], ["×8 side by side", ""], ["12…40 parameters", "55 parameters"]),
+    ],
+)
+def test_embeddings_with_other_numbers_of_rows(columns: Sequence[int], drawn: list[str], sizes: list[str]) -> None:
+    """Tables of categories are equal if only their numbers of rows differ. Their sizes are shown as a range."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return torch.cat([table(x) for table in net.tables], 1)
+
+    tables = nn.ModuleList(nn.Embedding(3 + row, size) for row, size in enumerate(columns))
+    graph = fold_repeats(hide(bare(Net(forward, tables=tables), torch.tensor([0, 1]))))
+    calls = [node for node in graph.nodes if node.type_name == "Embedding"]
+    assert [shown_times(node) for node in calls] == drawn
+    assert [size(node) for node in calls] == sizes
+    assert Graph.from_json(graph.to_json()) == graph
 
 
 def test_a_padding_that_does_not_follow_the_dilation_keeps_blocks_apart() -> None:

@@ -44,6 +44,19 @@ def test_a_long_container_is_one_output() -> None:
     assert [node.name for node in fit_view(graph).nodes if node.kind == "output"] == list(outputs)
 
 
+@pytest.mark.parametrize(
+    ("number", "drawn"), [(9, ["input[0]", "input[1…9]"]), (8, [f"input[{each}]" for each in range(9)])]
+)
+def test_many_numbered_inputs_are_one(number: int, drawn: list[str]) -> None:
+    """More than eight arguments of the same kind, such as the categories of a recommender, become one node."""
+    first, others = torch.ones(2, 3), [torch.ones(2, dtype=torch.int64) for _ in range(number)]
+    graph = capture_graph(Net(lambda _, x, *rest: x.sum() + sum(each.sum() for each in rest)), first, *others)
+    view = gather(graph)
+    assert [node.name for node in view.nodes if node.kind == "input"] == drawn
+    assert sum(len(node.outputs) for node in view.nodes if node.kind == "input") == 1 + number
+    assert len(view.edges) == len(graph.edges)
+
+
 def test_the_states_of_two_layers_are_one_output() -> None:
     """Tensors in containers inside a container are one node if there are more than two, so that the layers fold."""
 

@@ -200,6 +200,31 @@ def test_a_missing_residual_connection_is_named(kind: str, layer: str, module: s
     assert set(finding.others) <= {"blocks.1"}  # the block is unlike the others
 
 
+class Disentangled(Attention):
+    """Attention whose scores also depend on projections of the distances, as in DeBERTa."""
+
+    def __init__(self) -> None:
+        super().__init__(False)
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+        self.distances, self.of_distances = nn.Parameter(torch.randn(10, 16)), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v, d = self.q(x), self.k(x), self.v(x), self.of_distances(self.distances)
+        out: Tensor = self.out(((q @ k.mT + q @ d.mT) * self.scale).softmax(-1) @ v)
+        return out
+
+
+def test_scores_with_a_projection_of_distances_hide_no_missing_residual_connection() -> None:
+    """A linear layer of position embeddings is none of queries, keys and values."""
+    model = Model(**{**PRE, "is_pre": False})
+    blocks: Any = model.blocks
+    for block in blocks:
+        block.attn = Disentangled()
+    assert found(model) == []
+    blocks[1].adds["attn"] = False
+    assert [(each.rule, each.module) for each in found(model)] == [("no-residual", "blocks.1.attn")]
+
+
 class _Masking(nn.Module):
     mask: Tensor
 
@@ -279,6 +304,29 @@ def test_no_activation_in_any_block_is_found_unless_there_is_a_gate() -> None:
     assert (finding.module, finding.others) == ("blocks.0.mlp.down", ("blocks.1.mlp.down",))
     assert finding.verdict == "the activation before blocks.0.mlp.down is missing, as in all 2 blocks"
     assert found(models[1]) == []
+
+
+class Transposed(nn.Linear):
+    """A linear layer that is written out with the transpose of its weight, as in Falcon."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x @ self.weight.T
+        bias = self._parameters["bias"]
+        return out if bias is None else out + bias
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_that_are_written_with_a_transposed_weight(bias: bool) -> None:
+    """The missing activation between two of them is named; with it, they are silent."""
+    model = Model(blocks=2, **PRE)
+    for block in model.blocks:
+        mlp: Any = block.mlp
+        mlp.up, mlp.down = Transposed(16, 32, bias), Transposed(32, 16, bias)
+    assert found(model) == []
+    for block in model.blocks:
+        block.mlp.act = nn.Identity()  # type: ignore[union-attr]  # of a Block
+    (finding,) = found(model)
+    assert (finding.rule, finding.module) == ("odd-activation", "blocks.0.mlp.down")
 
 
 def test_two_kinds_of_activations_are_a_design() -> None:

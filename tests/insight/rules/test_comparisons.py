@@ -576,6 +576,17 @@ def test_an_input_that_differs_in_the_only_validation(first: float, second: floa
     assert [each.module for each in examination.findings() if each.rule == "train-differs"] == modules
 
 
+@pytest.mark.parametrize(("act", "why"), [(nn.Sigmoid, "derivative"), (nn.ReLU, "wrong factor")])
+def test_gradients_that_shrink_through_sigmoids(act: type[nn.Module], why: str) -> None:
+    """The sigmoid between all layers of a chain is named as the cause."""
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), act()) for _ in range(6)], nn.Linear(4, 1))
+    graph = capture_graph(net, torch.ones(2, 4))
+    gradients: dict[str, Values] = {f"{place}": {"rms": 4.0**place} for place in range(6)}
+    (found,) = (each for each in run(None, gradients, graph=graph) if each.rule == "block-trend")
+    assert why in found.why
+    assert found.verdict.endswith("with a sigmoid between all of them") == (act is nn.Sigmoid)
+
+
 class Unrolled(nn.Module):
     """Six steps of a function with the same weight or with one of their own."""
 

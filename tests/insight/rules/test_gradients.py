@@ -146,6 +146,50 @@ def test_a_branch_that_the_last_block_does_not_need(is_used: bool, earlier: int,
     assert ("blocks.0.side of an earlier block is trained" in found[0].verdict) is (severity == "note")
 
 
+class Library(nn.Module):
+    """A model with a head that nothing uses, a layer that is never called, and a parameter that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.extra, self.pooler = (nn.Linear(4, 4) for _ in range(4))
+        self.token, self.fixed = (nn.Parameter(torch.ones(4, 4), requires_grad=each) for each in (True, False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.body(x)) @ self.fixed
+        self.pooler(h)
+        return h
+
+
+@pytest.mark.parametrize(
+    ("packages", "is_trained", "severity"),
+    [(("tests",), True, "note"), ((), True, "warning"), (("timm",), True, "warning"), (("tests",), False, "warning")],
+)
+def test_parts_of_a_model_of_an_installed_package(packages: tuple[str, ...], is_trained: bool, severity: str) -> None:
+    """What the code of a package does not need is a note, if the rest of its model is trained."""
+    graph = replace(capture_graph(nn.Sequential(Library(), nn.Linear(4, 2)), torch.randn(3, 4)), packages=packages)
+    still: Values = {"rms": 0.25, "update_ratio": 0.0}
+    names = ("0.body", "1")[not is_trained :]
+    parameters = {"0/token": still, "0.extra/weight": still, "0.pooler/weight": still, **network(*names)}
+    layers: dict[str, Values] = {name: {} for name in (*names, "0.pooler")}
+    found = run(layers, {name: {"rms": 1e-3} for name in names}, parameters, graph=graph)
+    kinds = {each.rule: each.severity for each in found}
+    assert kinds["unused-parameter"] == kinds["gradient-stops"] == severity
+    assert not is_trained or kinds["forgotten-parameter"] == severity
+
+
+@pytest.mark.parametrize("packages", [("tests",), ()])
+def test_a_parameter_that_a_class_of_a_package_fixes(packages: tuple[str, ...]) -> None:
+    """A frozen parameter of a class of a package is a note; weights and biases are usually trained."""
+    graph = replace(capture_graph(nn.Sequential(Library(), nn.Linear(4, 2)), torch.randn(3, 4)), packages=packages)
+    own = {name.replace("weight", "token"): each for name, each in trained("0").items()}
+    parameters = {**own, **network("0.body", "1")}
+    layers: dict[str, Values] = {name: {} for name in ("0.body", "1")}
+    found = run(layers, {name: {"rms": 1e-3} for name in layers}, parameters, graph=graph)
+    (frozen,) = (each for each in found if each.rule == "frozen")
+    assert frozen.verdict.startswith("0.fixed is frozen")
+    assert frozen.severity == ("note" if packages else "warning")
+
+
 def test_a_branch_that_no_loss_depends_on_is_no_task() -> None:
     """A gradient there, as of an identity whose input has other uses, does not make the last layer of it a head."""
     names = ["stem", "blocks.0.main", "blocks.1.main", "head", "blocks.0.side", "blocks.1.norm"]

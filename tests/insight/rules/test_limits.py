@@ -42,7 +42,16 @@ from tests.insight.rules.test_operations import Shaped, Step, mlp, rows
 from tests.insight.rules.test_optimization import by, of_student
 from tests.insight.rules.test_own_targets import of_views
 from tests.insight.rules.test_progress import run_of_errors, run_of_shares
-from tests.insight.rules.test_sequences import Numbered, Scaled, counted, loss_of_tokens, padded, with_factor
+from tests.insight.rules.test_sequences import (
+    Numbered,
+    Scaled,
+    counted,
+    first_token,
+    loss_of_tokens,
+    padded,
+    read_by,
+    with_factor,
+)
 from tests.insight.rules.test_target_sources import of_adversaries, of_ends, of_tokens
 from tests.insight.rules.test_targets import of_numbers
 from tests.insight.rules.test_wiring import Codes
@@ -522,18 +531,31 @@ def _() -> Iterator[Evidence]:
     yield heads({"alike": 0.7})
 
 
+@cases("first-token-is-read")
+def _() -> Iterator[Evidence]:
+    for length, records in ((4, 2), (3, 2), (6, 2), (4, 1)):
+        yield read_by(first_token, length=length, records=records).evidence()
+    for number in (1, 2, 3):
+        yield read_by(first_token, future=last(number, 0.0, 0.1)).evidence()
+
+
 @cases("attention-scale")
 def _() -> Iterator[Evidence]:
     for factor, spread, size in ((1.0, 4.0, 16), (1.0, 2.0, 16), (1.0, 4.0, 4), (1.0, 4.0, 64), (1.0, 4.0, 3)):
         yield scaled(factor, spread, size)
     for times in (1.5, 3.0):
         yield scaled(times / 4, 4.0, 16)
+    for std, wider in ((0.9, 1.0), (1.8, 1.0), (1.8, 1.5)):
+        yield scaled(1.0, std, 16, wider=wider)
     for off in (1.0, 1.03, 1.07):
         yield scaled(off / 4, 1.0, 16, twice=True)
 
 
-def scaled(factor: float, spread: float, size: int, *, twice: bool = False) -> Evidence:
-    """Return the evidence of attention whose scores have a factor and vary by this much."""
+def scaled(factor: float, spread: float, size: int, *, twice: bool = False, wider: float = 0.0) -> Evidence:
+    """Return the evidence of attention whose scores have a factor and vary by this much.
+
+    With ``wider``, it has a weight that is distributed as in new layers, but for this factor of its largest value.
+    """
 
     class Attention(torch.nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -542,7 +564,11 @@ def scaled(factor: float, spread: float, size: int, *, twice: bool = False) -> E
 
     graph = capture_graph(torch.nn.Sequential(Attention()), torch.randn(2, 2, 5, size))
     layer: dict[str, Sequence[Values]] = {"0.scaled_dot_product_attention": [{"logit_std": spread}]}
-    return parts(layer, graph=graph).evidence()
+    found = parts(layer, graph=graph)
+    if wider:
+        values = {key: float(value) for key, value in uniform(wider=wider)["a/weight"].items()}  # type: ignore[arg-type]
+        found.add(record("parameters", 0, {("0.q", "weight"): values}))
+    return found.evidence()
 
 
 @cases("router-collapse")
@@ -626,7 +652,7 @@ def _() -> Iterator[Evidence]:
     ):
         new = uniform(wider=wider, grad=norm / 16, update_ratio=ratio)
         yield case(None, None, new, about=about, records=records)
-    new = uniform(grad=150.0 / 16, update_ratio=7.5e-5)
+    new = uniform(grad=150.0 / 16, update_ratio=7.5e-5, wider=1.5)
     yield case(None, None, new, about=about, records=10, shapes=shape_of("a", 10, 20))
 
 
@@ -947,7 +973,7 @@ def _() -> Iterator[Evidence]:
     for ratio, wider in ((2.25e-5, 1.0), (4.5e-5, 1.0), (2.25e-5, 1.075), (2.25e-5, 1.0375)):
         yield case(None, None, uniform(update_ratio=ratio, wider=wider))
     yield case(None, None, uniform(update_ratio=2.25e-5, learning_rate=last(2, 1.8, 1.0)))
-    yield case(None, None, uniform(update_ratio=2.25e-5), shapes=shape_of("a", 10, 20))
+    yield case(None, None, uniform(update_ratio=2.25e-5, wider=1.5), shapes=shape_of("a", 10, 20))
     for apart in (7.5e-4, 1.5e-3):
         yield case(None, None, weight(update_ratio=7.5e-7, grad=[1e-3, 1e-3 * (1 + apart)] * 4))
 

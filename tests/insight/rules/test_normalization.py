@@ -35,6 +35,28 @@ def test_a_normalization_whose_weight_is_an_offset_from_one(rms: float, alarm: i
     assert [each.rule for each in found] == ["norm-ineffective"] * alarm
 
 
+@pytest.mark.parametrize(("zeros", "alarm"), [(0.0, 1), (0.75, 0)])
+def test_a_normalization_of_embeddings_of_padding(zeros: float, alarm: int) -> None:
+    """Rows of zeros, as those of padding, stay zero and make the rms of the whole output smaller."""
+    weight: dict[str, Values] = {"norm/weight": {"rms": 1.0, "min": 1.0, "max": 1.0, "update_ratio": 1e-3}}
+    graph = chain("embed", "norm", "fc", norm="LayerNorm")
+    layers: dict[str, Values] = {"embed": {"zero_fraction": zeros}, "norm": {"rms": 0.5}, "fc": {}}
+    found = run(layers, None, weight, graph=graph)
+    assert [each.rule for each in found] == ["norm-ineffective"] * alarm
+
+
+@pytest.mark.parametrize(("most", "alarm"), [([0.25] * 8, 1), ([0.25] * 7 + [0.5], 0)])
+def test_a_normalization_that_returns_its_bias(most: list[float], alarm: int) -> None:
+    """With a frozen weight of zero, the output has the values of the bias in each of the last records."""
+    values: Values = {"mean": 0.01, "min": -0.5, "rms": 0.2}
+    bias: dict[str, Values] = {"norm/bias": {**values, "max": 0.25}}
+    graph = chain("a", "norm", "fc", norm="LayerNorm")
+    found = run({"a": {}, "norm": {**values, "max": most}, "fc": {}}, None, bias, graph=graph)
+    assert [(each.rule, each.why[:43]) for each in found] == [
+        ("norm-ineffective", "The weight of the normalization is zero, so")
+    ] * alarm
+
+
 @pytest.mark.parametrize(
     ("variance", "expected"),
     [

@@ -393,6 +393,7 @@ def test_a_recurrence_of_a_single_unit(units: int, rules: list[str]) -> None:
         (Squeezed(lambda one, _: one.relu(), outputs=2), F.cross_entropy, classes % 2),  # two classes
         (Squeezed(lambda _, x: x[:, :1]), F.cross_entropy, classes),  # one feature of the input
         (Squeezed(lambda one, _: one.relu(), outputs=5), F.mse_loss, rows),  # the latent of an autoencoder
+        (Squeezed(lambda one, _: one.relu(), outputs=5), F.mse_loss, rows + 1.0),  # whose target is another tensor
         (Shaped(nn.Conv1d(6, 1, 1)), lambda y, _: y.square().mean(), classes),  # one channel of several places
     ],
 )

@@ -152,6 +152,22 @@ def test_the_first_loss_is_that_of_a_guess(loss: float, options: dict[str, str],
     assert [each.numbers["ratio"] for each in found] == pytest.approx([20 / np.log(5)] * is_wrong)
 
 
+@pytest.mark.parametrize(("margin", "is_wrong"), [(0.0, True), (0.5, False)])
+def test_a_margin_makes_the_first_loss_large(margin: float, is_wrong: bool) -> None:
+    """A loss that lowers the logit of the target, as ArcFace, begins far above that of a guess."""
+
+    class Margin(torch.nn.Module):
+        def forward(self, cosines: Tensor, y: Tensor) -> Tensor:
+            lowered = cosines - margin * F.one_hot(y, 5) if margin else cosines
+            return F.cross_entropy(30 * lowered, y)
+
+    examination = Examination(capture_graph(Step(mlp(5), Margin()), rows, torch.arange(8) % 3))
+    for step in (0, 20):
+        sites: Sites = {("net.0", "out"): {}, ("loss.cross_entropy", "out"): {"mean": 20.0}}
+        examination.add(record("activations", step, sites))
+    assert [each.rule for each in examination.findings() if each.rule == "first-loss"] == ["first-loss"] * is_wrong
+
+
 def test_a_run_that_is_resumed_has_no_first_loss() -> None:
     """Its first record is of a later step."""
     late = Examination(capture_graph(Step(mlp(5), F.cross_entropy), rows, torch.arange(8) % 3))

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from lightning_recorder.graph import capture_graph
 from lightning_recorder.insight.data_facts import DataFacts, EpochFacts, LoaderFacts
 from tests.insight.records import Examination
-from tests.insight.rules.test_operations import Function, Shaped, Step, mlp, rows
+from tests.insight.rules.test_operations import Function, Shaped, Step, mlp, rows, series
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,21 @@ def test_a_step_that_leaves_the_target_out(read: Function, rules: list[str]) -> 
     examination = Examination(capture_graph(Step(net, loss), rows, rows[:, 4]))
     examination.set_data(DataFacts(LoaderFacts(target_place=4, compared=64), (EpochFacts(0, 0, 9, 8, 64, 64.0, 8.0),)))
     assert [each.rule for each in examination.findings()] == rules
+
+
+@pytest.mark.parametrize(
+    ("place", "is_wrong"),
+    [((5, 0), True), ((0, 0), False), ((2, 4), True)],
+    ids=["the last step", "the first step", "the last of the second dimension"],
+)
+def test_a_step_of_a_sequence_that_is_the_target(place: tuple[int, int], is_wrong: bool) -> None:
+    """A window that ends with its target is a finding; to remember an earlier step is a task."""
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(30, 1))
+    step = Step(net, lambda y, target: F.mse_loss(y.squeeze(-1), target))
+    examination = Examination(capture_graph(step, series, series[:, place[0], place[1]]))
+    loader = LoaderFacts(target_place=place[0] * 5 + place[1], compared=64)
+    examination.set_data(DataFacts(loader, (EpochFacts(0, 0, 9, 8, 64, 64.0, 8.0),)))
+    assert [each.rule for each in examination.findings()] == ["target-in-inputs"] * is_wrong
 
 
 @pytest.mark.parametrize(("batches", "is_wrong"), [(8, True), (7, False)])

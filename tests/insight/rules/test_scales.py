@@ -92,6 +92,18 @@ def test_a_recorded_input_that_is_too_large_is_measured() -> None:
     assert found.path == "in[0]"
 
 
+@pytest.mark.parametrize(
+    ("path", "alarm"), [("weight", True), ("weight_mu", True), ("weight_rho", False), ("weight_log_sigma", False)]
+)
+def test_deviations_of_random_weights_are_no_weights(path: str, alarm: bool) -> None:
+    """What a Bayesian layer makes its deviations of multiplies no input."""
+    parameters = {
+        name.replace("weight", path): each for name, each in network("a", "b", a=trained("a", rms=7.0)).items()
+    }
+    found = run(None, None, parameters, graph=chain("a", "b"))
+    assert brief(found) == [("warning", "weights-too-large", "a")] * alarm
+
+
 @pytest.mark.parametrize(("path", "alarm"), [("kernel", True), ("weight", False)])
 def test_weights_of_keras_have_their_outputs_last(path: str, alarm: bool) -> None:
     """A kernel of 100 inputs and 4 outputs scales its input tenfold at rms 1, a weight of that shape twice."""

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_recorder.graph import capture_graph
-from tests.insight.records import Examination, Values, brief, examined
+from tests.insight.records import Examination, Values, brief, examined, parts, record
+from tests.insight.rules.test_blocks import PRE, Model
 from tests.insight.rules.test_operations import Function, Step, classes, examine, tokens
 
 
@@ -411,3 +412,55 @@ def test_states_of_padded_sequences_that_are_fine() -> None:
 
 
 order = torch.rand(8)
+
+
+class Classifier(Model):
+    """A stack of causal attention whose output is read by a function."""
+
+    def __init__(self, read: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(blocks=2, **PRE)
+        self.read = read
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.read(x)), tokens[:, 0])
+
+
+def read_by(
+    read: Callable[[Tensor], Tensor], *, future: float | list[float] = 0.0, length: int = 6, records: int = 8
+) -> Examination:
+    """Return the examination of a classifier; ``future`` is the share of later keys in its attention."""
+    tokens = torch.arange(8 * length).reshape(8, length) % 11
+    graph = capture_graph(Classifier(read), tokens)
+    names = [f"blocks.{place}.attn.scaled_dot_product_attention" for place in range(2)]
+    found = parts({name: [{"future": future}] for name in names}, graph=graph, records=records)
+    for row in range(records):
+        found.add(record("activations", row * 10, {("head", "out"): {}}, recorder="layers"))
+    return found
+
+
+def first_token(x: Tensor) -> Tensor:
+    return x[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("read", "future", "is_wrong"),
+    [
+        (first_token, 0.0, True),
+        (first_token, 0.4, False),
+        (lambda x: x[:, -1], 0.0, False),
+        (lambda x: x.mean(1), 0.0, False),
+        (lambda x: x.flip(1)[:, 0], 0.0, False),
+        (lambda x: x[:, 0] + x[:, -1], 0.0, False),
+    ],
+)
+def test_the_first_token_behind_causal_attention(
+    read: Callable[[Tensor], Tensor], future: float, is_wrong: bool
+) -> None:
+    """The output at the first position depends on one token, unless the attention has no causal mask."""
+    found = [each for each in read_by(read, future=future).findings() if each.rule == "first-token-is-read"]
+    assert len(found) == is_wrong
+    if found:
+        assert "reads the output at the first of 6 positions alone" in found[0].verdict

@@ -89,6 +89,23 @@ def test_new_weights_that_hardly_move(ratio: float, rate: float | list[float], i
 
 
 @pytest.mark.parametrize(
+    ("ratio", "rms", "alarm"),
+    [
+        (2e-5, 0.5, True),
+        ([1e-5] * 4 + [2.5e-5] * 4, 0.5, False),  # a warm-up
+        (2e-5, [0.5] * 7 + [0.6], False),  # it has moved before, and converged
+        (2e-4, 0.5, False),
+    ],
+)
+def test_a_tiny_model_that_hardly_moves(ratio: float | list[float], rms: float | list[float], alarm: bool) -> None:
+    """Few values show no distribution, but nobody tunes such a model; Keras does not tell its rates."""
+    parameters = dict(trained("fc", ratio=1e-3))
+    parameters["fc/weight"] = {"rms": rms, "update_ratio": ratio}
+    found = run(None, None, parameters, shapes={("fc", "weight"): (2, 8)})
+    assert ["barely-moves" in [each.rule for each in found]] == [alarm]
+
+
+@pytest.mark.parametrize(
     ("ratio", "limit", "is_new", "records", "severity"),
     [
         (3e-5, 1e-4, True, 12, "warning"),

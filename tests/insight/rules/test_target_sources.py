@@ -87,9 +87,13 @@ def test_a_recurrence_that_reads_its_targets(net: nn.Module, read: Callable[[Ten
     assert [each.rule for each in examination.findings()].count("copies-the-input") == is_wrong
 
 
+@pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize(("ignored", "zeros", "is_wrong"), [(-100, 0.6, True), (0, 0.6, False), (-100, 0.1, False)])
-def test_padding_as_target(ignored: int, zeros: float, is_wrong: bool) -> None:
-    """Targets most of which are the padding are a finding, unless they are ignored."""
+def test_padding_as_target(ignored: int, zeros: float, is_wrong: bool, is_padded: bool) -> None:
+    """Targets most of which are the padding are a finding, unless they are ignored.
+
+    Models of transformers add an ignored target instead of leaving out the last position.
+    """
     net = nn.Sequential(nn.Embedding(11, 8, padding_idx=0), nn.GRU(8, 8, batch_first=True), Shaped(lambda x: x[0]))
     net.append(nn.Linear(8, 11))
 
@@ -99,8 +103,9 @@ def test_padding_as_target(ignored: int, zeros: float, is_wrong: bool) -> None:
             self.net = net
 
         def forward(self, ids: Tensor) -> Tensor:
-            logits = self.net(ids[:, :-1]).flatten(0, 1)
-            return F.cross_entropy(logits, ids[:, 1:].flatten(), ignore_index=ignored)
+            logits = self.net(ids if is_padded else ids[:, :-1]).flatten(0, 1)
+            targets = F.pad(ids, (0, 1), value=ignored)[:, 1:] if is_padded else ids[:, 1:]
+            return F.cross_entropy(logits, targets.flatten(), ignore_index=ignored)
 
     graph = capture_graph(Language(), tokens)
     found = run(

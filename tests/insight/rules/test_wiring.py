@@ -158,6 +158,20 @@ class Quantized(nn.Module):
         return F.mse_loss(self.decoder(self.passed(z, code)), x) + of_codes
 
 
+class TwoDecoders(Quantized):
+    """An autoencoder that decodes the encoded samples and their codes, as SOM-VAE."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.encoder(x)
+        code = self.codes(torch.cdist(z, self.codes.weight).argmin(1))
+        return F.mse_loss(self.decoder(code), x) + F.mse_loss(self.decoder(z), x) + F.mse_loss(z, code)
+
+
+def test_an_encoder_that_another_loss_trains() -> None:
+    """A loss of the decoded samples trains the encoder, so that the codes need not."""
+    assert trained_step(TwoDecoders(lambda _, code: code), rows) == []
+
+
 @pytest.mark.parametrize(
     ("passed", "is_frozen", "is_wrong"),
     [
@@ -212,6 +226,7 @@ def mixed(net: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         (of_both, False),
         (mixed, False),
         (lambda net, x, y: (net(x[:, torch.randperm(5)]), y), False),  # the features
+        (lambda net, x, y: (net(x[torch.randperm(8), :]), y), True),
         (lambda net, x, y: (net(x), y), False),
     ],
 )
