@@ -183,6 +183,7 @@ def frozen(evidence: Evidence, *, share: float = 0.34) -> Iterator[Finding]:
     next="Look at the factors: copy = momentum × copy + (1 - momentum) × weight, with a momentum below 1.",
     false_alarms="Copies that are meant to stay, as of a reference model, are in no average.",
     needs=(GRAPH,),
+    explains={"copy-stays": ("any",)},
     is_lasting=True,
 )
 def copy_does_not_follow(evidence: Evidence, *, rounding: float = 1e-6) -> Iterator[Finding]:
