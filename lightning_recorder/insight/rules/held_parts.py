@@ -28,7 +28,7 @@ __all__ = ["held_parts"]
     explains={"frozen": ("any",), "one-class-predicted": ("any",)},
 )
 def never_trained(evidence: Evidence, *, layers: int = 4, partly: int = 3) -> Iterator[Finding]:
-    """Yield frozen layers that have the values of an initialization."""
+    """Yield layers that no optimizer has, and that have the values of an initialization."""
     held = held_parts(evidence)
     updated = {each.module for each in evidence.tensors}
     as_made, learned = ([name for name in held.get(key, ()) if name not in updated] for key in ("as_made", "learned"))
@@ -36,8 +36,11 @@ def never_trained(evidence: Evidence, *, layers: int = 4, partly: int = 3) -> It
     as_made.sort(key=lambda name: wiring.order.get(name, -1))
     if len(as_made) < (partly if len(learned) >= partly else layers + len(learned)):
         return
-    others = f", and {len(learned)} others do not" if learned else ""
-    verdict = f"{as_made[0]} and {len(as_made) - 1} other frozen layers have the values of an initialization{others}"
+    others = f", while {len(learned)} others have trained values" if learned else ""
+    verdict = (
+        f"{as_made[0]} and {len(as_made) - 1} other layers are not trained and have the values of an initialization"
+        f"{others}"
+    )
     found = evidence.view(evidence.parameters, as_made[0]).found(
         verdict, others=tuple(as_made[1:]), layers=len(as_made), learned=len(learned)
     )

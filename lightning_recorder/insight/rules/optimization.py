@@ -31,7 +31,7 @@ _NORMS_OF_WEIGHTS = ("weight_g", "parametrizations.weight.original0")
     next="Give the optimizer the parameters of the whole model, or a group for this module: see configure_optimizers.",
     false_alarms="A module that another library updates.",
     needs=("parameters",),
-    explains={"not-in-optimizer": ("any",)},
+    explains={"not-in-optimizer": ("any",), "never-trained": ("any",)},
     is_lasting=True,
 )
 def not_in_optimizer(evidence: Evidence) -> Iterator[Finding]:

@@ -815,7 +815,13 @@ def _() -> Iterator[Evidence]:
 @cases("copy-without-lag")
 def _() -> Iterator[Evidence]:
     def follows(factor: float = 1.0, lag: float = 0.0, records: int = 20, factors: int = 20) -> Evidence:
-        facts = {"factor": factor, "lag": lag, "records": records, "factors": factors, "followed": records}
+        facts: dict[str, Any] = {
+            "factor": factor,
+            "lag": lag,
+            "records": records,
+            "factors": factors,
+            "followed": records,
+        }
         return of_copy(**facts).evidence()
 
     for factor in (0.7, 1.0):
@@ -831,7 +837,7 @@ def _() -> Iterator[Evidence]:
 @cases("copy-statistics-stay")
 def _() -> Iterator[Evidence]:
     for records, followed in ((4, 4), (5, 5), (20, 12), (20, 19)):
-        usual = {"factor": 0.01, "lag": 60.0, "evaluates": True, "buffers_moved": True}
+        usual: dict[str, Any] = {"factor": 0.01, "lag": 60.0, "evaluates": True, "buffers_moved": True}
         yield of_copy(records=records, followed=followed, factors=followed, **usual).evidence()
 
 
