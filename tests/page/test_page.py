@@ -38,6 +38,8 @@ from lightning_recorder.graph import capture_graph
 from lightning_recorder.insight import Diagnosis, Finding, Trace
 from lightning_recorder.insight.finding import RankStrip
 from lightning_recorder.page import page_data, page_html
+from lightning_recorder.page.histograms import packed_numbers
+from lightning_recorder.page.runs import table_row
 from lightning_recorder.recordings import WATCH, RecordWriter, open_recording, records_path
 from lightning_recorder.records.table import SiteStatistics
 from lightning_recorder.taps import Site
@@ -949,9 +951,10 @@ def test_the_page_is_accessible(page: Page, files: Path, blocks: Path) -> None:
 
 
 def test_a_healthy_run_names_its_extremes(page: Page, files: Path) -> None:
-    """Without findings, the layers farthest from the usual value are links, called normal."""
+    """Without findings, the three layers farthest from the usual value are links, called normal."""
     opened(page, files / "healthy.html")
     expect(page.locator(".extremes")).to_contain_text("all within the usual range")
+    assert len(set(page.locator(".extremes .link").all_inner_texts())) == 3
     link = page.locator(".extremes .link").first
     link.click()
     expect(page.locator("aside.layer h2")).to_have_text(link.inner_text())
@@ -1134,6 +1137,29 @@ def test_many_runs_have_a_table(page: Page, tmp_path: Path) -> None:
     expect(page.locator(".curves .legend").first).to_contain_text("x")
     page.get_by_role("tab", name="Runs").click()
     assert Axe().run(page).response["violations"] == []
+
+
+def test_a_run_that_diverged_does_not_hide_the_others(page: Page, tmp_path: Path) -> None:
+    """The colors of the strips in the table are those of healthy runs; values beyond them have the last color."""
+    runs = {name: written(tmp_path / name, [[1.0, 2.0]] * 3, ["a", "b"]) for name in "xyz"}
+    rows = [
+        {**table_row(run), "name": name, "healthy": name != "z", "strip": strip([1.0, 1e9 if name == "z" else 2.0])}
+        for name, run in runs.items()
+    ]
+    (tmp_path / "page.html").write_text(page_html(page_data(runs, table=rows), "runs"))
+    opened(page, tmp_path / "page.html")
+    expect(page.locator(".runs .scale")).to_contain_text(re.compile("^1 *2"))
+    pixels = [
+        canvas.evaluate("canvas => [...canvas.getContext('2d').getImageData(0, 0, 1, 2).data]")
+        for canvas in page.locator(".runs canvas").all()
+    ]
+    assert pixels[0] == pixels[1] == pixels[2]
+    assert pixels[0][:4] != pixels[0][4:]
+
+
+def strip(values: list[float]) -> dict[str, Any]:
+    """Return the strip of a run with one step, in the data of the page."""
+    return {"steps": [0], "values": packed_numbers(np.array(values)), "statistic": "activations rms"}
 
 
 _DEFICIENCIES = ("none", "protanopia", "deuteranopia", "tritanopia")

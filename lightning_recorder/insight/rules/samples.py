@@ -8,8 +8,8 @@ from dataclasses import replace
 from lightning_recorder.insight.data_facts import EpochFacts
 from lightning_recorder.insight.evidence import Evidence
 from lightning_recorder.insight.finding import Finding
-from lightning_recorder.insight.recorded_step import step_of
-from lightning_recorder.insight.rule import DATA, rule
+from lightning_recorder.insight.recorded_step import found_in, listed, step_of
+from lightning_recorder.insight.rule import DATA, GRAPH, rule
 
 
 def _found(evidence: Evidence, verdict: str, first: int, last: int, **numbers: float) -> Finding:
@@ -542,4 +542,37 @@ def same_order(evidence: Evidence, *, batches: int = 8, samples: int = 64) -> It
                 f"epoch {each.epoch} has its {each.samples} samples in the same shuffled order as the epoch before"
             )
             yield _of_epoch(evidence, each, verdict, samples=each.samples)
+            return
+
+
+@rule(
+    "carried-state",
+    statistic="tensors that a step gets from the step before, and the sampler of the loader",
+    usual="a state is carried only over batches that follow each other",
+    why="The batches are shuffled, so the state of a sample, such as a cache of keys and values, is that of another.",
+    next="Reset the state at the beginning of each step, or load the batches in their order without a shuffle.",
+    false_alarms="Only a tensor from outside of the step counts, with one entry for each sample, if the step leaves a "
+    "detached tensor of the same shape that it does not use itself. Loaders without a RandomSampler are left out.",
+    needs=(DATA, GRAPH),
+    is_lasting=True,
+)
+def carried_state(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding if a state of each sample goes from step to step, although the samples are shuffled."""
+    step = step_of(evidence)
+    sizes = {node.outputs[0].shape[:1] for node in step.graph.nodes if node.kind == "input" and node.outputs}
+    if evidence.data.loader.sampler != "RandomSampler" or len(sizes) != 1 or () in sizes:
+        return
+    kept = [node for node in step.operations if node.name == "detach" and not step.users(node) and node.outputs]
+    for node in step.graph.nodes:
+        shape = node.outputs[0].shape if node.kind == "tensor" and node.outputs else ()
+        is_of_samples = len(shape) > 1 and (shape[:1] in sizes or (len(shape) == 3 and shape[1:2] in sizes))
+        users = [each for each in step.users(node) if "parameter" in step.roots[each.id]]
+        same = [each for each in kept if each.outputs[0].shape == shape and "parameter" in step.roots[each.id]]
+        if is_of_samples and "float" in node.outputs[0].dtype and users and same:
+            verdict = (
+                f"{step.place(users[0])} reads a tensor {listed(shape)} from before the step, and "
+                f"{step.place(same[0])} detaches one of this shape, which the step does not use: a state goes from "
+                "batch to batch, although the sampler shuffles"
+            )
+            yield found_in(evidence, step.owner(users[0]), verdict)
             return

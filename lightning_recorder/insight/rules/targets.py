@@ -23,6 +23,7 @@ from lightning_recorder.insight.recorded_step import (
 )
 from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.records.histogram import Histogram
+from lightning_recorder.records.table import Floats
 
 _ANY = ("any",)
 
@@ -204,11 +205,13 @@ def _values_behind(step: RecordedStep, node: Node) -> Node | None:
     why="A squared error of probabilities has hardly a gradient where a prediction is sure and wrong.",
     next="Use cross_entropy or binary_cross_entropy_with_logits, and give it the output of the last linear layer.",
     false_alarms="Probabilities of another model as targets, and predictions of several sigmoids, such as the pixels "
-    "of an image, are left out.",
+    "of an image, are left out. If hardly an error is left in the latest records, it is a note.",
     needs=("activations", GRAPH),
     records=4,
 )
-def classes_by_error(evidence: Evidence, *, persistence: int = 4, tolerance: float = 1e-6) -> Iterator[Finding]:
+def classes_by_error(
+    evidence: Evidence, *, persistence: int = 4, tolerance: float = 1e-6, solved: float = 0.05
+) -> Iterator[Finding]:
     """Yield regression losses whose predictions are probabilities and whose targets are classes."""
     step = step_of(evidence)
     for node in step.operations:
@@ -235,8 +238,23 @@ def classes_by_error(evidence: Evidence, *, persistence: int = 4, tolerance: flo
             if is_binary:
                 verdict = f"{compares}with targets of 0 and 1, entry by entry: a softmax is for one of several classes"
                 why = "The binary loss takes the classes for independent, but the entries of a softmax add up to 1."
-            yield replace(target.found(verdict), module=step.owner(source), path="", why=why)
+            found = replace(target.found(verdict), module=step.owner(source), path="", why=why)
+            left = _share_of_errors(evidence, step, source)[last] if node.name == "mse_loss" else np.zeros(0)
+            is_solved = len(left) == persistence and bool((left < solved).all())
+            yield replace(found, severity="note") if is_solved else found
             return
+
+
+def _share_of_errors(evidence: Evidence, step: RecordedStep, prediction: Node) -> Floats:
+    """Return the mean squared error in each record, as a share of that in the first one; empty if it is unknown.
+
+    The gradient of the prediction is proportional to its difference to the target, whatever the loss averages.
+    """
+    names = (step.function_names.get(prediction.id, ""), step.owner(prediction))
+    gradients = (evidence.view(evidence.gradients, name, "out").rms for name in names)
+    rms = next((each for each in gradients if len(each) and each[0] > 0), np.zeros(0))
+    shares: Floats = (rms / rms[0]) ** 2 if len(rms) else rms
+    return shares
 
 
 @rule(

@@ -434,14 +434,20 @@ function placeOf(finding: Finding, tree: Tree | null): NodeData | undefined {
 
 function nameOf(node: NodeData | undefined, tree: Tree | null): string { return node && tree ? tree.nameOf(node) : ""; }
 
-/** The layers that are farthest from the usual value of their kind, in a run without findings but notes. */
+const MOST_EXTREME = 3;
+
+/** The three layers that are farthest from the usual value of their kind, in a run without findings but notes: those of each recorder in turn. */
 function Extremes(props: { run: Run; change: (part: Partial<State>) => void }) {
-  const found = useMemo(() => props.run.recorders.filter((each) => each.data.stage === "train" && each.steps.length > 0).flatMap((recorder) => {
-    const statistic = usual(recorder), columns = stripColumns(recorder), row = recorder.steps.length - 1;
-    const values = columns.map((column) => recorder.value(statistic, row, column)), middle = median(values), scale = new Scale(values, statistic);
-    const odd = columns.map((column, at) => ({ recorder, statistic, module: recorder.sites[column]!.module, value: values[at]!, odd: oddness(values[at]!, middle, scale) })).filter((each) => Number.isFinite(each.odd));
-    return odd.sort((one, other) => other.odd - one.odd).slice(0, 1).map((each) => ({ ...each, middle }));
-  }).slice(0, 3), [props.run]);
+  const found = useMemo(() => {
+    const lists = props.run.recorders.filter((each) => each.data.stage === "train" && each.steps.length > 0).map((recorder) => {
+      const statistic = usual(recorder), columns = stripColumns(recorder), row = recorder.steps.length - 1;
+      const values = columns.map((column) => recorder.value(statistic, row, column)), middle = median(values), scale = new Scale(values, statistic);
+      const odd = columns.map((column, at) => ({ recorder, statistic, middle, module: recorder.sites[column]!.module, value: values[at]!, odd: oddness(values[at]!, middle, scale) }));
+      return odd.filter((each) => Number.isFinite(each.odd)).sort((one, other) => other.odd - one.odd).slice(0, MOST_EXTREME ** 2);
+    });
+    const turns = Array.from({ length: MOST_EXTREME ** 2 }, (_, rank) => lists.flatMap((each) => each[rank] ?? [])).flat();
+    return turns.filter((each, at) => turns.findIndex((other) => other.module === each.module) === at).slice(0, MOST_EXTREME);
+  }, [props.run]);
   if (!found.length) return null;
   return <div class="extremes"><p class="none">The most extreme layers, all within the usual range:</p><ul>{found.map((each) => (
     <li><button type="button" class="link" onClick={() => props.change({ layer: each.module, recorder: each.recorder.title, statistic: each.statistic })}>{each.module || "(model)"}</button>{" "}

@@ -6,7 +6,7 @@ import { floats, Scale, shortNames, type RunRow } from "./model";
 
 const WIDTH = 120, HEIGHT = 40;  // pixels of a strip
 
-/** The layers of a run over steps; the scale of colors is that of all runs. */
+/** The layers of a run over steps; all runs have the same scale of colors. */
 function SmallStrip(props: { row: RunRow; scale: Scale }) {
   const holder = useRef<HTMLCanvasElement>(null);
   const strip = props.row.strip, columns = strip?.steps.length ?? 0;
@@ -35,7 +35,11 @@ export function RunsView(props: { rows: RunRow[]; onShow: (names: string[]) => v
   const { rows } = props;
   const [chosen, setChosen] = useState<string[]>([]);
   const [order, setOrder] = useState<{ by: string; isDown: boolean }>({ by: "", isDown: false });
-  const scale = useMemo(() => new Scale(rows.flatMap((each) => each.strip ? [...floats(each.strip.values)] : [])), [rows]);
+  const scale = useMemo(() => {
+    // Beside the values of a run that diverged, all others would have one color, so values beyond those of healthy runs have the last one.
+    const healthy = rows.filter((each) => each.healthy);
+    return new Scale((healthy.length ? healthy : rows).flatMap((each) => each.strip ? [...floats(each.strip.values)] : []));
+  }, [rows]);
   const settings = [...new Set(rows.flatMap((each) => Object.keys(each.settings)))], metrics = [...new Set(rows.flatMap((each) => Object.keys(each.metrics)))];
   const sorted = useMemo(() => {
     const read = (row: RunRow): string => order.by === "run" ? row.name : order.by === "verdict" ? row.verdict : row.settings[order.by] ?? row.metrics[order.by] ?? "";

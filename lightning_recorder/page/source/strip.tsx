@@ -279,7 +279,7 @@ export function Strip(props: {
           dragged.current = true;
           setSpan([Math.min(place, start.place), Math.max(place, start.place)]);
         }}
-        onClick={(event) => { if (!dragged.current) pick(...at(event)); }}>
+        onClick={(event) => { if (!dragged.current) { setTip(null); pick(...at(event)); } }}>
         <canvas ref={holder} width={steps.length} height={rows.length} role="img"
           aria-label={`${statistic} of ${columns.length} ${parts ? "layers" : "tensors"} over ${steps.length} ${parts ? `${parts.part}s` : "records"}`} />
         {rows.map((row, place) => row.columns.map((column) => together(named.get(recorder.sites[column]!.module), from, from + steps.length).map(([each, count]) => <i class="named" style={cell(place, each, count)} />)))}

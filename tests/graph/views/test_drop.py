@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -146,7 +146,7 @@ def test_a_long_sum_is_one_addition(terms: int, joined: bool) -> None:
     def forward(net: Any, x: Tensor) -> Tensor:
         x = net.first(x)
         parts = [(x * number).sum() for number in range(terms)]
-        return sum(parts[1::2]) + sum(parts[::2])
+        return cast("Tensor", sum(parts[1::2]) + sum(parts[::2]))
 
     graph = capture_graph(Net(forward, first=linear()), X)
     view = fit_view(graph)

@@ -218,6 +218,10 @@ def _() -> Iterator[Evidence]:
     for number in (3, 4):
         means = last(number, 0.25, 0.5)
         yield with_targets(F.mse_loss, torch.nn.Sigmoid(), min=0.0, max=1.0, mean=means, rms=0.5)
+    for end in (0.19, 0.27):  # the squares are 0.04 and 0.07
+        graph = capture_graph(Step(mlp(1, torch.nn.Sigmoid()), F.mse_loss), rows, torch.rand(8, 1))
+        sides: dict[str, Any] = {"targets": {"mse_loss": {"min": 0.0, "max": 1.0, "mean": 0.25, "rms": 0.5}}}
+        yield case(sizes(**{"net.3": 1.0}), {"net.3": {"rms": last(4, end, 1.0)}}, **sides, graph=graph)
 
 
 @cases("classes-as-numbers")

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from lightning_recorder.graph import capture_graph
 from lightning_recorder.insight.data_facts import DataFacts, EpochFacts, LoaderFacts
-from tests.insight.records import Examination
+from tests.insight.records import Examination, record
 from tests.insight.rules.test_operations import Function, Shaped, Step, mlp, rows, series
 
 
@@ -57,3 +57,34 @@ def test_few_batches_may_be_equal_by_chance(batches: int, is_wrong: bool) -> Non
     epoch = EpochFacts(0, 0, 9, batches, 64, 64.0, float(batches), equal=batches)
     examination.set_data(DataFacts(LoaderFacts(has_rows=True), (epoch,)))
     assert [each.rule for each in examination.findings()].count("reused-buffer") == is_wrong
+
+
+class Recurrent(torch.nn.Module):
+    """A recurrent layer that begins with a state."""
+
+    def __init__(self, keeps: bool, state: Tensor | None) -> None:
+        super().__init__()
+        self.cell, self.keeps, self.state = torch.nn.GRUCell(5, 7), keeps, state
+
+    def forward(self, x: Tensor) -> Tensor:
+        state: Tensor = self.cell(x, self.state)
+        if self.keeps:
+            self.state = state.detach()
+        return state[:, :1]
+
+
+@pytest.mark.parametrize(
+    ("keeps", "state", "sampler", "is_wrong"),
+    [
+        (True, torch.zeros(8, 7), "RandomSampler", True),
+        (True, torch.zeros(8, 7), "SequentialSampler", False),
+        (False, torch.zeros(8, 7), "RandomSampler", False),  # the same state in each step
+        (True, None, "RandomSampler", False),  # kept, but not read
+    ],
+)
+def test_a_state_that_goes_from_batch_to_batch(keeps: bool, state: Tensor | None, sampler: str, is_wrong: bool) -> None:
+    """A state that a step reads and keeps belongs to other samples if the sampler shuffles."""
+    examination = Examination(capture_graph(Step(Recurrent(keeps, state), F.mse_loss), rows, rows[:, :1]))
+    examination.add(record("activations", 0, {("net", "out"): {}}))
+    examination.set_data(DataFacts(LoaderFacts(sampler=sampler), (EpochFacts(0, 0, 9, 8, 64, 64.0, 8.0),)))
+    assert [each.rule for each in examination.findings()].count("carried-state") == is_wrong

@@ -84,6 +84,16 @@ def test_an_error_of_probabilities_and_classes() -> None:
     assert with_targets(F.mse_loss, outputs=4, **zeros_and_ones) == []
 
 
+@pytest.mark.parametrize(("end", "severity"), [(0.3, "warning"), (0.2, "note")])
+def test_an_error_of_probabilities_that_is_solved(end: float, severity: str) -> None:
+    """If the squared error has fallen to less than 5 % of the first one, it has done no harm."""
+    graph = capture_graph(Step(mlp(1, nn.Sigmoid()), F.mse_loss), rows, torch.rand(8, 1))
+    values: dict[str, Values] = {"mse_loss": {"min": 0.0, "max": 1.0, "mean": 0.25, "rms": 0.5}}
+    gradients: dict[str, Values] = {"net.3": {"rms": [1.0] * 4 + [end] * 4}}
+    found = run({"net.3": {}}, gradients, targets=values, graph=graph)
+    assert [each.severity for each in found if each.rule == "classes-by-error"] == [severity]
+
+
 def test_a_binary_loss_of_a_softmax() -> None:
     """A binary cross entropy of a softmax over several classes is a finding; over two, or of sigmoids, it is not."""
     values: dict[str, Any] = {"min": 0.0, "max": 1.0, "mean": 0.25, "rms": 0.5}
