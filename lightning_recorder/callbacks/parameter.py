@@ -60,7 +60,9 @@ class ParameterRecorder(StatisticsCallback):
     By default, it records all modules that have parameters of their own, including the LightningModule.
 
     Each record also has ``learning_rate`` and ``weight_decay`` among the statistics of a parameter. The record file has
-    ``groups`` with all numeric settings of each parameter group, such as ``betas``, and ``gradient_clip_val``.
+    ``groups`` with all numeric settings of each parameter group, such as ``betas``, and ``gradient_clip_val``. ``held``
+    has facts about parameters that no optimizer has: layers with the values of an initialization, and how the copies of
+    trained parts follow them.
 
     During and after a run, :attr:`latest` has the statistics of the latest record by site, and :attr:`latest_step` has
     the step of this record. :meth:`disable` and :meth:`enable` switch the recorder during a run.
@@ -183,6 +185,8 @@ class ParameterRecorder(StatisticsCallback):
             }
         if is_automatic(pl_module):  # otherwise the number of optimizer steps is not known
             recorder.facts |= _plan(trainer)
+        if trainer.is_global_zero:
+            recorder.begin_batch()
 
     @property
     @override

@@ -392,6 +392,24 @@ def _check_about(about: dict[str, Any]) -> None:
         isinstance(each, list) and all(isinstance(text, str) for text in each) for each in about.get("diverged") or ()
     ):
         raise TypeError("a site has no name")
+    if "held" in about:
+        _check_held(about["held"])
+
+
+def _check_held(held: Any) -> None:
+    """Check the facts about parameters that no optimizer has."""
+    layers = [name for key in ("as_made", "learned") for name in held.get(key, ())]
+    for copy in held.get("copies", ()):
+        layers += [copy["copy"], copy["of"]]
+        counts = [copy[name] for name in ("records", "equal", "followed", "factors")]
+        numbers = [copy["moved"], *(copy[name] for name in ("factor", "lag") if copy[name] is not None)]
+        if not (all(map(is_whole, counts)) and all(map(is_finite, numbers)) and copy.keys() >= _FLAGS_OF_COPY):
+            raise TypeError("a copy is not described")
+    if not all(isinstance(name, str) for name in layers):
+        raise TypeError("a layer has no name")
+
+
+_FLAGS_OF_COPY = {"begins_equal", "buffers_followed", "buffers_moved", "evaluates", "is_as_made"}
 
 
 def _number(value: object) -> float:

@@ -17,7 +17,7 @@ from lightning_recorder.reductions.base import Reduction, merged_along
 from lightning_recorder.reductions.compact import Collected
 from lightning_recorder.reductions.values import Values
 
-__all__ = ["StateBank", "row_state"]
+__all__ = ["StateBank", "begin_copy", "row_state"]
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -289,12 +289,12 @@ def _copied(blocks: Sequence[_Block[Key]], device: torch.device | str) -> Collec
     else:
         states, is_copy = torch.cat([block.states[: len(block.keys)] for block in blocks]), True
     if states.is_cuda and torch.device(device).type == "cpu":
-        return Collected(first.rows[0].reduction, keys, *_on_the_way(states))
+        return Collected(first.rows[0].reduction, keys, *begin_copy(states))
     return Collected(first.rows[0].reduction, keys, states.to(device, copy=not is_copy))
 
 
-def _on_the_way(states: Tensor) -> tuple[Tensor, Any]:
-    """Begin to copy states from a GPU to the host.
+def begin_copy(states: Tensor) -> tuple[Tensor, Any]:
+    """Begin to copy values, such as states, from a GPU to the host.
 
     Returns:
         The copy, and the CUDA event after which the copy is complete, or None if it is already complete.

@@ -26,6 +26,7 @@ from lightning_recorder.names import RUNNING_STATISTICS
 from lightning_recorder.records.table import Table
 from lightning_recorder.reductions import Reduction
 from lightning_recorder.reductions.values import PLAIN_TYPES
+from lightning_recorder.statistics.held import HeldParameters
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder
 from lightning_recorder.statistics.sites import SiteStates
 from lightning_recorder.structure import ignore_unknown, iter_tensors
@@ -151,6 +152,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
         """The model, or None. If set, modules that are no longer part of the model are not recorded."""
         self.trained: list[Tensor] = []
         """The parameters of the optimizers, if known. Batch gradients are recorded for these parameters only."""
+        self._held: HeldParameters | None = None
         self.batch_factor = 1.0
         """The factor that converts the gradient of a backward pass to the gradient of the loss of its batch."""
         self.batches = 1
@@ -204,12 +206,14 @@ class OptimizerRecorder(BaseStatisticsRecorder):
         """Return ``groups``, the numeric settings of each parameter group at its latest recorded step.
 
         Each group also has ``optimizer``, the class of its optimizer, and ``parameters``, its number of parameter
-        tensors. With ``"batch_gradients"``, ``batches`` is the number of batches per step, and ``batch_size`` is the
-        number of samples of the latest batch, or 0 if unknown.
+        tensors. ``held`` has :meth:`HeldParameters.facts`, once :meth:`begin_batch` has been called. With
+        ``"batch_gradients"``, ``batches`` is the number of batches per step, and ``batch_size`` is the number of
+        samples of the latest batch, or 0 if unknown.
         """
         groups = [group for each in self._groups.values() for group in each] or self._earlier_groups
         batches = {"batches": self.batches, "batch_size": self._batch_size} if self._batch_tap is not None else {}
-        return {**self.facts, **({"groups": groups} if groups else {}), **batches}
+        held = {} if self._held is None else self._held.facts()
+        return {**self.facts, **({"groups": groups} if groups else {}), **({"held": held} if held else {}), **batches}
 
     @override
     def settings_state(self) -> dict[str, Any]:
@@ -238,6 +242,21 @@ class OptimizerRecorder(BaseStatisticsRecorder):
                 found = ((site, each) for site, each in self._first_sites() if not trained or id(each) in trained)
                 self._batch_parameters = dict(found)
                 self._batch_tap.attach()
+
+    def begin_batch(self) -> None:
+        """Look at the parameters that no optimizer has, before a recorded batch. A no-op without a model."""
+        if self.root is not None and self.trained:
+            with self._stopwatch or nullcontext():
+                self._held = self._held or HeldParameters(self.root, self.trained)
+                self._held.begin()
+                self.waits_for_batch = self._held.waits
+
+    @override
+    def look(self) -> None:
+        self.waits_for_batch = False
+        if self._held is not None:
+            with self._stopwatch or nullcontext():
+                self._held.look()
 
     @override
     def observe_batch(self, batch: Any) -> None:

@@ -107,6 +107,12 @@ class BaseStatisticsRecorder(ABC):
         """Resume recording the failed modules and the skipped reductions."""
         self.states.revive()
 
+    waits_for_batch = False
+    """True if :meth:`look` must be called before the next batch."""
+
+    def look(self) -> None:  # noqa: B027 - most recorders have nothing to compare
+        """Look at what has changed between a recorded batch and the next one."""
+
     @property
     def replicated(self) -> frozenset[Site]:
         """The sites whose tensors are copies of tensors on other ranks. Empty if each rank has its own batches."""

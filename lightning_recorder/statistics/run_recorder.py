@@ -172,6 +172,8 @@ class RunRecorder(RankMergingRecorder):
         # _is_due inlined, because this runs for every batch.
         if not is_unhooked or self._timing.limit is not None or step == self.requested_step:
             return False
+        if self.recorder.waits_for_batch:
+            return False
         if self.sampling(step, epoch):
             return False
         self._step, self._epoch = step, epoch
@@ -198,6 +200,8 @@ class RunRecorder(RankMergingRecorder):
                 self._save_states()
             self.phase = RunPhase.RECORDING if is_due else RunPhase.WAITING
         with self.contained():
+            if self.recorder.waits_for_batch:
+                self.recorder.look()
             if is_due and prepare is not None:
                 prepare()
             if is_due and self.is_active:

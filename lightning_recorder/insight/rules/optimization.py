@@ -17,6 +17,7 @@ from lightning_recorder.insight.module_edges import is_position
 from lightning_recorder.insight.recorded_step import LOSSES, RecordedStep, keeps_values, setting, step_of
 from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.insight.rules.gradients import left_by_package
+from lightning_recorder.insight.rules.held_parts import held_parts
 from lightning_recorder.records.table import Floats
 
 _NORMS_OF_WEIGHTS = ("weight_g", "parametrizations.weight.original0")
@@ -30,7 +31,7 @@ _NORMS_OF_WEIGHTS = ("weight_g", "parametrizations.weight.original0")
     next="Give the optimizer the parameters of the whole model, or a group for this module: see configure_optimizers.",
     false_alarms="A module that another library updates.",
     needs=("parameters",),
-    explains={"not-in-optimizer": ("any",)},
+    explains={"not-in-optimizer": ("any",), "never-trained": ("any",)},
     is_lasting=True,
 )
 def not_in_optimizer(evidence: Evidence) -> Iterator[Finding]:
@@ -139,7 +140,7 @@ def frozen(evidence: Evidence, *, share: float = 0.34) -> Iterator[Finding]:
     if parts:
         found = _about_left_out(evidence, parts, "is frozen")
         # Some fine-tuning methods train only the biases.
-        is_few = len(parts) < share * (len(parts) + len(evidence.tensors))
+        is_few = len(parts) < share * (len(parts) + len(evidence.weights))
         why = "Fine-tuning of a part of the parameters."
         # A class of a package may fix a parameter, such as a permutation. Weights and biases are usually trained.
         split = [each.name.rpartition(".") for each in parts]
@@ -167,10 +168,21 @@ def frozen(evidence: Evidence, *, share: float = 0.34) -> Iterator[Finding]:
         ends = [step.behind(node) for node in step.operations if node.name in LOSSES]
         heads = [step.owner(each) for each in ends if each is not None and each.id in step.trained]
         head = next((each for each in heads if each in names), "")
+        held = held_parts(evidence)
+        # All other layers of the path are trained or loaded. A model that is random as a whole may be so on purpose.
+        if head and list(held.get("as_made", ())) == [head] and (in_optimizer or held.get("learned")):
+            verdict = f"{head}, from which the loss gets its prediction, is frozen with the values of an initialization"
+            yield evidence.view(evidence.parameters, head).found(verdict, others=(), frozen=len(names))
+            return
         verdict = f"{len(names)} of {count} modules with parameters are frozen"
+        norms = [evidence.output(name) for name in names if "BatchNorm" in evidence.type_of(name)]
+        moving = [each.module for each in norms if len(each.rms) and not len(each.eval_mode)]
         verdict += (
             f", also {head}, from which the loss gets its prediction: if it is new, it stays random" if head else ""
         )
+        if moving:
+            many = f" and {len(moving) - 1} others are" if len(moving) > 1 else " is"
+            verdict += f"; {moving[0]}{many} in training mode, so that the running statistics move"
         found = evidence.view(evidence.parameters, names[0]).found(verdict, others=others, frozen=len(names))
         moving = [step.owner(node) for node in step.operations if _moves_statistics(step, node)]
         if moving:
@@ -202,6 +214,7 @@ def _moves_statistics(step: RecordedStep, node: Node) -> bool:
     next="Look at the factors: copy = momentum × copy + (1 - momentum) × weight, with a momentum below 1.",
     false_alarms="Copies that are meant to stay, as of a reference model, are in no average.",
     needs=(GRAPH,),
+    explains={"copy-stays": ("any",)},
     is_lasting=True,
 )
 def copy_does_not_follow(evidence: Evidence, *, rounding: float = 1e-6) -> Iterator[Finding]:

@@ -34,6 +34,7 @@ from tests.insight.records import Values, chain, examined, network, parts, recor
 from tests.insight.rules import test_noise_scale as noise
 from tests.insight.rules.test_blocks import PRE, Model, OverPositions, with_values_times
 from tests.insight.rules.test_classes import of_an_ignored_class, run_of_classes, run_of_weights
+from tests.insight.rules.test_held_parts import of_copy, of_layers, of_rewards
 from tests.insight.rules.test_latent import Autoencoder, noise_of_a_shape
 from tests.insight.rules.test_losses import of_overlap, of_pairs
 from tests.insight.rules.test_normalization import momentum_of, of_a_norm
@@ -800,6 +801,53 @@ def _() -> Iterator[Evidence]:
         parameters = {key: value for name in own for key, value in trained(name).items()}
         coverage = {"parameters": {"modules": missing}}
         yield case({name: {} for name in names}, None, parameters, graph=chain(*names), coverage=coverage)
+
+
+@cases("never-trained")
+def _() -> Iterator[Evidence]:
+    for numbers in ((4, 0), (3, 0), (2, 3), (3, 3), (3, 2), (3, 5)):
+        yield of_layers(*numbers).evidence()
+
+
+@cases("copy-stays")
+def _() -> Iterator[Evidence]:
+    for length in (60, 140):
+        yield of_copy(length=length).evidence()
+    for length in (1400, 2800):
+        yield of_copy(of_rewards, length=length).evidence()
+    for moved in (0.75e-3, 1.5e-3):
+        yield of_copy(moved=moved).evidence()
+    for records in (9, 10):
+        yield of_copy(records=records).evidence()
+
+
+@cases("copy-without-lag")
+def _() -> Iterator[Evidence]:
+    def follows(factor: float = 1.0, lag: float = 0.0, records: int = 20, factors: int = 20) -> Evidence:
+        facts: dict[str, Any] = {
+            "factor": factor,
+            "lag": lag,
+            "records": records,
+            "factors": factors,
+            "followed": records,
+        }
+        return of_copy(**facts).evidence()
+
+    for factor in (0.7, 1.0):
+        yield follows(factor)
+    for lag in (0.15, 0.3):
+        yield follows(lag=lag)
+    for records in (4, 5):
+        yield follows(records=records, factors=records)
+    for factors in (12, 19):
+        yield follows(factors=factors)
+
+
+@cases("copy-statistics-stay")
+def _() -> Iterator[Evidence]:
+    for records, followed in ((4, 4), (5, 5), (20, 12), (20, 19)):
+        usual: dict[str, Any] = {"factor": 0.01, "lag": 60.0, "evaluates": True, "buffers_moved": True}
+        yield of_copy(records=records, followed=followed, factors=followed, **usual).evidence()
 
 
 @cases("copy-does-not-follow")

@@ -350,6 +350,9 @@ def test_a_weight_that_is_frozen_alone() -> None:
     assert brief(run(None, None, few, graph=graph)) == [("warning", "frozen", "a")]
     biases: dict[str, Values] = {"a/bias": {"rms": 0.1}, "a/bias.grad": {"rms": 1e-3}}
     assert brief(run(None, None, biases, graph=graph)) == [("note", "frozen", "a")]
+    more: dict[str, Values] = {f"norm_{each}/bias{part}": {"rms": 0.1} for each in "abcd" for part in ("", ".grad")}
+    shapes = {(name.partition("/")[0], "bias"): (16,) for name in (*biases, *more)}
+    assert brief(run(None, None, {**biases, **more}, graph=graph, shapes=shapes)) == [("note", "frozen", "a")]
     norm = with_parameters("b.weight", "a.bias", "a.weight_g", note="frozen")  # as in the head of DINO
     assert run(None, None, few, graph=norm) == []
 
