@@ -14,7 +14,7 @@ from lightning_recorder.callbacks.activation import ActivationRecorder
 from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.lightning import LightningModule, Trainer, rank_zero_info
 from lightning_recorder.callbacks.statistics import StatisticsCallback, StatisticsOptions
-from lightning_recorder.callbacks.trainer import averaged_ranks, gradient_factor, is_automatic
+from lightning_recorder.callbacks.trainer import averaged_ranks, gradient_factor, is_automatic, logged_step
 from lightning_recorder.errors import SelectionError, check_some
 from lightning_recorder.internals.module_tree import ModuleSet, class_name, stored_attribute
 from lightning_recorder.module_names import default_modules, named_submodules, own_parameters
@@ -186,7 +186,7 @@ class ParameterRecorder(StatisticsCallback):
         if is_automatic(pl_module):  # otherwise the number of optimizer steps is not known
             recorder.facts |= _plan(trainer)
         if trainer.is_global_zero:
-            recorder.begin_batch()
+            recorder.begin_batch(logged_step(trainer))
 
     @property
     @override

@@ -33,6 +33,7 @@ from lightning_recorder.insight.rule import DATA, GRAPH, Rule
 from lightning_recorder.insight.rules import RULES
 from lightning_recorder.insight.rules.comparisons import ODD_BLOCK, UNLIKE
 from lightning_recorder.insight.rules.gradient_steps import GRADIENT_STEP
+from lightning_recorder.insight.rules.held_parts import after_a_copy
 from lightning_recorder.insight.rules.non_finite import first_bad_step
 from lightning_recorder.records.history import History
 from lightning_recorder.records.parts import EXPERT_STATISTICS, HEAD_STATISTICS
@@ -178,7 +179,7 @@ def examine(history: RunHistory, graph: Graph | None = None, facts: RunFacts | N
     rules = [rule for rule in RULES if rule.name not in facts.ignored]
     known = {GRAPH: graph is not None, DATA: facts.data is not None, HEADS: bool(evidence.heads.places)}
     gaps = gaps_of(history.counts(evidence.wiring.of_loss), facts.coverage, rules, known=known)
-    findings = with_watched(found, watched)
+    findings = with_watched(*([after_a_copy(each, evidence) for each in some] for some in (found, watched)))
     if any(not each.is_note for each in findings):
         findings = [each for each in findings if each.rule not in (LOSS_OF_A_GUESS, STILL_FALLS)]
     return Diagnosis(findings, gaps)

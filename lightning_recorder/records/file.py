@@ -402,6 +402,7 @@ def _check_held(held: Any) -> None:
     for copy in held.get("copies", ()):
         layers += [copy["copy"], copy["of"]]
         counts = [copy[name] for name in ("records", "equal", "followed", "factors")]
+        counts += [step for since, until in copy.get("moves", ()) for step in (since, until)]
         numbers = [copy["moved"], *(copy[name] for name in ("factor", "lag") if copy[name] is not None)]
         if not (all(map(is_whole, counts)) and all(map(is_finite, numbers)) and copy.keys() >= _FLAGS_OF_COPY):
             raise TypeError("a copy is not described")

@@ -62,31 +62,32 @@ class HeldParameters:
                 name: verdict for name, verdict in _layers_of(root, own).items() if not f"{name}.".startswith(inside)
             }
             """Each examined layer: True if it is as it was made, False if it has learned, None if it is not known."""
-        self._begin: _Look | None = None
-        self._closed: list[tuple[_Look, _Look]] = []
+        self._begin: tuple[int, _Look] | None = None
+        self._closed: list[tuple[tuple[int, _Look], tuple[int, _Look]]] = []
 
     @property
     def waits(self) -> bool:
         """True between :meth:`begin` and :meth:`look`."""
         return self._begin is not None
 
-    def begin(self) -> None:
-        """Look at the copies before a recorded batch."""
+    def begin(self, step: int) -> None:
+        """Look at the copies before a recorded batch of a step."""
         if self._copies and self._begin is None:
-            self._begin = self._looked()
+            self._begin = step, self._looked()
 
-    def look(self) -> None:
+    def look(self, step: int) -> None:
         """Look at the copies before the batch after a recorded one."""
         if self._begin is not None:
-            self._closed.append((self._begin, self._looked()))
+            self._closed.append((self._begin, (step, self._looked())))
             self._begin = None
 
     def facts(self) -> dict[str, Any]:
         """Return ``as_made`` and ``learned``, the names of the layers, and ``copies``, with the facts about each."""
-        while self._closed and all(each.has_arrived for each in self._closed[0]):
-            before, after = (each.split(self._copies) for each in self._closed.pop(0))
+        while self._closed and all(each.has_arrived for _, each in self._closed[0]):
+            looks = self._closed.pop(0)
+            before, after = (each.split(self._copies) for _, each in looks)
             for copy, old, new in zip(self._copies, before, after, strict=True):
-                copy.add(old, new)
+                copy.add(old, new, (looks[0][0], looks[1][0]))
         as_made, learned = ([name for name, each in self.layers.items() if each is it] for it in (True, False))
         copies = [each.facts() for each in self._copies if each.records]
         return {
@@ -172,9 +173,11 @@ class _Copy:
     buffers_moved: list[bool] = field(default_factory=lambda: [False, False])  # those of the copy, of the original
     factors: list[float] = field(default_factory=list)
     lags: list[float] = field(default_factory=list)
+    moves: list[tuple[int, int]] = field(default_factory=list)  # the steps between which the copy has moved
+    last_step: int = 0
 
-    def add(self, before: _Pair, after: _Pair) -> None:
-        """Add the values before and after a step. A step that has not moved the original is ignored."""
+    def add(self, before: _Pair, after: _Pair, steps: tuple[int, int]) -> None:
+        """Add the values before two steps. A step that has not moved the original is ignored."""
         step = after.source - before.source
         if not step.any() or not all(np.isfinite(each).all() for each in (*before, *after)):
             return
@@ -182,7 +185,10 @@ class _Copy:
         self.first, last = self.first or before, self.last or before
         self.last = after
         self.equal += bool((before.copy == before.source).all())
-        self.followed += bool((last.copy != before.copy).any() or (before.copy != after.copy).any())
+        pairs = ((last, before, self.last_step, steps[0]), (before, after, *steps))
+        moves = [(since, until) for one, other, since, until in pairs if (one.copy != other.copy).any()]
+        self.moves, self.last_step = [*self.moves, *moves][-_LONGEST:], steps[1]
+        self.followed += bool(moves)
         for place, name in enumerate(("copy_buffers", "source_buffers")):
             self.buffers_moved[place] |= bool((getattr(self.first, name) != getattr(after, name)).any())
         moved = after.copy - before.copy
@@ -216,6 +222,8 @@ class _Copy:
             "buffers_moved": self.buffers_moved[1],
             "evaluates": not any(is_training(each) for _, each in named_modules_of(self.module)),
             "is_as_made": self.is_as_made,
+            # A copy that follows in most steps is an average, which does not jump.
+            "moves": [] if 2 * self.followed > self.records else [list(each) for each in self.moves],
         }
 
 

@@ -243,20 +243,20 @@ class OptimizerRecorder(BaseStatisticsRecorder):
                 self._batch_parameters = dict(found)
                 self._batch_tap.attach()
 
-    def begin_batch(self) -> None:
+    def begin_batch(self, step: int) -> None:
         """Look at the parameters that no optimizer has, before a recorded batch. A no-op without a model."""
         if self.root is not None and self.trained:
             with self._stopwatch or nullcontext():
                 self._held = self._held or HeldParameters(self.root, self.trained)
-                self._held.begin()
+                self._held.begin(step)
                 self.waits_for_batch = self._held.waits
 
     @override
-    def look(self) -> None:
+    def look(self, step: int) -> None:
         self.waits_for_batch = False
         if self._held is not None:
             with self._stopwatch or nullcontext():
-                self._held.look()
+                self._held.look(step)
 
     @override
     def observe_batch(self, batch: Any) -> None:

@@ -110,7 +110,7 @@ class BaseStatisticsRecorder(ABC):
     waits_for_batch = False
     """True if :meth:`look` must be called before the next batch."""
 
-    def look(self) -> None:  # noqa: B027 - most recorders have nothing to compare
+    def look(self, step: int) -> None:  # noqa: B027 - most recorders have nothing to compare
         """Look at what has changed between a recorded batch and the next one."""
 
     @property

@@ -201,7 +201,7 @@ class RunRecorder(RankMergingRecorder):
             self.phase = RunPhase.RECORDING if is_due else RunPhase.WAITING
         with self.contained():
             if self.recorder.waits_for_batch:
-                self.recorder.look()
+                self.recorder.look(step)
             if is_due and prepare is not None:
                 prepare()
             if is_due and self.is_active:

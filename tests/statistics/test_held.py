@@ -119,9 +119,9 @@ def facts_of(model: Pair, follow: Callable[[Pair, int], object], *, before: bool
     held = HeldParameters(model, list(model.net.parameters()))
     for step in range(steps):
         if held.waits:
-            held.look()
+            held.look(step)
         if step % 5 == 0:
-            held.begin()
+            held.begin(step)
         if before:
             follow(model, step)
         optimizer.zero_grad()
@@ -179,11 +179,26 @@ def test_a_copy_that_is_replaced_at_intervals(every: int, followed: int) -> None
     assert found["buffers_followed"]
 
 
+@pytest.mark.parametrize(
+    ("every", "moves"),
+    [(20, [[0, 1], [20, 21], [40, 41]]), (17, [[0, 1], [16, 20], [31, 35], [51, 55]]), (5, [])],
+)
+def test_the_steps_at_which_a_copy_moves(every: int, moves: list[list[int]]) -> None:
+    """The steps are known to one, or to the interval of the records; a copy that follows in each record has none."""
+    torch.manual_seed(3)
+
+    def follow(model: Pair, step: int) -> None:
+        if step % every == 0:
+            model.copy.load_state_dict(model.net.state_dict())
+
+    assert facts_of(Pair(), follow, steps=60)["moves"] == moves
+
+
 @pytest.mark.parametrize(("name", "copies"), [("other", 0), ("target", 1)])
 def test_a_part_with_other_values(name: str, copies: int) -> None:
     """A part with the shapes of a trained one and other values is a copy by its name only."""
     held = HeldParameters(model := Pair(is_equal=False, name=name), list(model.net.parameters()))
-    held.begin()
+    held.begin(0)
     assert held.waits == bool(copies)
 
 
@@ -191,7 +206,7 @@ def test_equal_blocks_are_no_copies() -> None:
     """A frozen block among trained blocks of the same shapes is none of their copies."""
     net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)))
     held = HeldParameters(net, list(net[2:].parameters()))
-    held.begin()
+    held.begin(0)
     assert not held.waits
 
 
@@ -202,8 +217,8 @@ def test_values_do_not_change() -> None:
     values = copy.deepcopy(model.state_dict())
     versions = [each._version for each in model.parameters()]
     held = HeldParameters(model, list(model.net.parameters()))
-    held.begin()
-    held.look()
+    held.begin(0)
+    held.look(1)
     assert torch.equal(torch.get_rng_state(), state)
     assert [each._version for each in model.parameters()] == versions
     assert all(torch.equal(each, values[name]) for name, each in model.state_dict().items())

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_recorder.insight.evidence import Evidence
-from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.finding import SPIKE, Finding
 from lightning_recorder.insight.module_edges import INPUT
 from lightning_recorder.insight.recorded_step import RecordedStep, step_of
 from lightning_recorder.insight.rule import GRAPH, rule
 
-__all__ = ["held_parts"]
+__all__ = ["after_a_copy", "held_parts"]
 
 
 @rule(
@@ -82,6 +82,26 @@ def held_parts(evidence: Evidence) -> Mapping[str, Any]:
     """Return the facts about parameters that no optimizer has; empty if there are none."""
     found = evidence.parameters.about.get("held")
     return found if isinstance(found, Mapping) else {}
+
+
+_SPIKES = (SPIKE, "gradient-spike")
+_AFTERWARDS = 10  # the number of steps after a move of a copy in which a spike may follow from it
+
+
+def after_a_copy(finding: Finding, evidence: Evidence) -> Finding:
+    """Return a spike as a note if a copy that moves rarely, such as a target network, has moved just before it."""
+    if finding.rule not in _SPIKES or finding.is_note:
+        return finding
+    for copy in held_parts(evidence).get("copies", ()):
+        for since, until in copy.get("moves", ()):
+            if since <= finding.first_step <= until + _AFTERWARDS:
+                verdict = f"{finding.verdict}; {copy['copy']} has moved between steps {since} and {until}"
+                return replace(finding, severity="note", verdict=verdict, why=_WHY_MOVED, next=_NEXT_MOVED)
+    return finding
+
+
+_WHY_MOVED = "A copy that makes the targets of the loss, such as a target network, has moved at once."
+_NEXT_MOVED = "Nothing, if the copy is meant to move at intervals. A small step in each update avoids the jump."
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,11 @@ def _expected_rms(output: View) -> tuple[Floats, Floats, NDArray[np.int64]]:
     if is_per_sample:
         feeds = [output.evidence.output(each) for each in output.evidence.wiring.inputs.get(output.module, ())]
         zeros = max((float(np.median(each.zero_fraction)) for each in feeds if len(each.zero_fraction)), default=0.0)
-        return max(0.0, 1 - zeros) ** 0.5 * np.maximum(low, 0) - offset, np.maximum(np.abs(low), np.abs(high)) + offset, steps
+        return (
+            max(0.0, 1 - zeros) ** 0.5 * np.maximum(low, 0) - offset,
+            np.maximum(np.abs(low), np.abs(high)) + offset,
+            steps,
+        )
     expected = np.sqrt(low**2 + offset**2)
     return expected, expected, steps
 

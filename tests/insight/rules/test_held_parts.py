@@ -13,6 +13,9 @@ from torch.nn import functional as F
 
 from lightning_recorder.graph import capture_graph
 from lightning_recorder.graph.model import Graph
+from lightning_recorder.insight import Finding, RunFacts
+from lightning_recorder.watch import Reading
+from lightning_recorder.watch.verdict import finding_of_spike
 from tests.insight.records import Examination, Values, brief, chain, examined, network, run
 
 FROZEN = ("a", "b", "c", "d")
@@ -217,3 +220,28 @@ def test_running_statistics_of_copies(facts: dict[str, Any], found: list[tuple[s
     """A copy in evaluation mode whose running statistics never move, as its parameters do, is a finding."""
     usual = {"followed": 20, "factors": 20, "factor": 0.01, "lag": 60.0, "evaluates": True, "buffers_moved": True}
     assert found_in(of_copy(**{**usual, **facts})) == found
+
+
+@pytest.mark.parametrize(
+    ("moves", "steps"), [([[90, 100]], "90 and 100"), ([[10, 20], [99, 100]], "99 and 100"), ([[80, 90]], "80 and 90")]
+)
+def test_a_spike_after_a_copy_has_moved(moves: list[list[int]], steps: str) -> None:
+    """A spike of the loss is a note if a target network has moved at the same time or in the ten steps before it."""
+    (spike,) = spikes_with(moves)
+    assert spike.severity == "note"
+    assert spike.verdict.endswith(f"; target has moved between steps {steps}")
+
+
+@pytest.mark.parametrize("moves", [[], [[10, 20]], [[79, 89]], [[101, 110]]])
+def test_a_spike_without_a_move_of_a_copy(moves: list[list[int]]) -> None:
+    """Another spike stays a warning."""
+    (spike,) = spikes_with(moves)
+    assert (spike.severity, "target" in spike.verdict) == ("warning", False)
+
+
+def spikes_with(moves: list[list[int]]) -> list[Finding]:
+    """Return the findings about a spike at step 100, with the steps between which a copy has moved."""
+    spike = finding_of_spike([("loss", 30.0, 2.0)], Reading(100, 30, None, None, [], [100]), factor=10)
+    examination = of_copy(followed=3, factor=1.0, moves=moves)
+    examination.facts = RunFacts(watched=[spike])
+    return [each for each in examination.findings() if each.rule == "spike"]
