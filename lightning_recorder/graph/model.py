@@ -17,6 +17,7 @@ from lightning_recorder.graph.unused import Unused
 from lightning_recorder.untrusted import check_fields
 
 __all__ = [
+    "FROZEN_HERE",
     "IN_PLACE",
     "OTHER_PARAMETERS",
     "RECOMPUTED",
@@ -74,8 +75,10 @@ takes the tensor of the last repetition.
 """
 
 RECOMPUTED, VMAPPED, IN_PLACE, OTHER_PARAMETERS = "recomputed", "vmapped", "in place", "other parameters"
+FROZEN_HERE = "frozen here"
 """The notes of calls that a checkpoint repeats in the backward pass, of calls inside ``torch.vmap``, of functions that
-write to one of their inputs, and of optimizers that have no parameter of the model."""
+write to one of their inputs, of optimizers that have no parameter of the model, and of functions that take a parameter
+that is frozen for them only."""
 
 _OPERANDS = ("other", "exponent", "value", "fill_value")  # arguments of functions that may be numbers to compute with
 
@@ -175,8 +178,9 @@ class Node:
             function: ``stops the gradient:`` with the reason, such as ``detach``. For a call that a checkpoint repeats
             in the backward pass: ``recomputed``. For a call that ``torch.vmap`` runs for three samples at once:
             ``vmapped ×3``. For a function that writes to one of its inputs, and for a call that only contains such a
-            function: ``in place``. For a module that :func:`show_unused` adds: ``never called``. For an optimizer that
-            has no parameter of the model: ``other parameters``. Ignored in comparisons.
+            function: ``in place``. For a function that takes a parameter while it is frozen, although another function
+            trains it: ``frozen here``. For a module that :func:`show_unused` adds: ``never called``. For an optimizer
+            that has no parameter of the model: ``other parameters``. Ignored in comparisons.
     """
 
     id: int
@@ -208,8 +212,8 @@ class Node:
 
     @property
     def remark(self) -> str:
-        """The note, or "" if it is ``in place``. Views treat a node with this note like a node without a note."""
-        return "" if self.note == IN_PLACE else self.note
+        """The note, or "" if it is ``in place`` or ``frozen here``. Views treat such a node like one without a note."""
+        return "" if self.note in (IN_PLACE, FROZEN_HERE) else self.note
 
     @property
     def output_bytes(self) -> int:

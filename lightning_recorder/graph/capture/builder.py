@@ -277,6 +277,15 @@ class GraphBuilder:
         """Return the nodes with an input that requires a gradient."""
         return {key & _TARGET for key in self._edges if key not in self._detached}
 
+    def partly_frozen(self) -> set[int]:
+        """Return the nodes with a gradient that take a parameter without one, which another node gives a gradient."""
+        trained = {key >> 32 for key in self._edges if key not in self._detached}
+        taking = self.taking_gradients()
+        found = {(key >> 32, key & _TARGET) for key in self._detached}
+        return {
+            user for node, user in found if node in trained and user in taking and self.nodes[node].kind == "parameter"
+        }
+
     def without_gradient(self, users: Set[int]) -> dict[int, TensorMeta | None]:
         """Return the nodes that feed ``users`` only tensors that require no gradient, with the first such tensor."""
         passing = {key >> 32 for key in self._edges if key not in self._detached and key & _TARGET in users}

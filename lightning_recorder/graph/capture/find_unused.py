@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_recorder.graph.capture.builder import Draft, GraphBuilder
 from lightning_recorder.graph.capture.gradients import Gradients
-from lightning_recorder.graph.model import Kind, TensorMeta
+from lightning_recorder.graph.model import FROZEN_HERE, Kind, TensorMeta
 from lightning_recorder.graph.unused import Unused
 from lightning_recorder.internals.module_tree import children_of, class_attribute
 from lightning_recorder.module_names import is_metric, named_submodules
@@ -58,13 +58,16 @@ def find_unused(
             if number in reached and name not in gradients.updated:
                 nodes[number].note = "not registered"
                 unregistered[name] = None
-    return Unused(
+    found = Unused(
         tuple(_never_called(root, registered, builder, {nodes[number].name for number in opaque}, given)),
         tuple(missing),
         tuple(_joined(frozen, parameters)),
         tuple(_stops(builder, reached)),
         tuple(unregistered),
     )
+    for number in builder.partly_frozen():
+        nodes[number].note = nodes[number].note or FROZEN_HERE
+    return found
 
 
 def _written(builder: GraphBuilder, reached: set[int]) -> set[str]:

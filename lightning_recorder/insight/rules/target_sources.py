@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from lightning_recorder.graph.model import Node
+from lightning_recorder.graph.model import FROZEN_HERE, Node
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.parts import layers_of
@@ -379,7 +379,8 @@ def _is_largest(node: Node) -> bool:
     why="One loss has the error of the critic and minus its values for the actions of the actor. The critic lowers the "
     "second part by larger values, for whatever action.",
     next="Give the actor an optimizer of its own, or freeze the critic's parameters in its loss.",
-    false_alarms="Several optimizers or backward passes are left out, as is a mean that follows from the critic alone.",
+    false_alarms="Several optimizers or backward passes are left out, as are a critic that is frozen for this part of the "
+    "loss and a mean that follows from the critic alone.",
     needs=(GRAPH,),
     explains=dict.fromkeys(("saturation", "weight-drift", "vanishing-gradient"), _ANY),
     is_lasting=True,
@@ -399,7 +400,7 @@ def raised_values(evidence: Evidence) -> Iterator[Finding]:
     for node in step.operations:
         given = step.sources(node) if node.name == "mean" and step.signs.get(node.id) == {-1} else []
         layer = _layer_of(step, given[0]) if given else None
-        if layer is None or _weight_of(step, layer) not in fitted:
+        if layer is None or _weight_of(step, layer) not in fitted or layer.note == FROZEN_HERE:
             continue
         loss, critic = fitted[_weight_of(step, layer)]
         actor = _trained_by(step, layer) - _trained_by(step, critic)

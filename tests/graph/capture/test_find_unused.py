@@ -150,6 +150,29 @@ def test_where_a_gradient_stops(forward: Any, stop: str) -> None:
     assert (unused.modules, unused.frozen) == ((), ())
 
 
+@pytest.mark.parametrize(
+    ("at_first", "after_that", "notes"),
+    [
+        (True, False, ["", "frozen here"]),
+        (True, True, ["", ""]),
+        (False, False, ["", ""]),  # the parameters are frozen altogether
+    ],
+)
+def test_a_function_whose_parameters_are_frozen_for_it(at_first: bool, after_that: bool, notes: list[str]) -> None:
+    """A part that is frozen for one loss and trained by another one is known, as a critic in the loss of an actor."""
+
+    def step(net: Any, x: Tensor) -> None:
+        net.one.requires_grad_(at_first)
+        loss = net.one(x).sum()
+        net.one.requires_grad_(after_that)
+        (loss + net.one(net.other(x)).sum()).backward()
+
+    graph = record_step(Net(lambda net, x: net.one(x), one=linear(), other=linear()), step)
+    assert [
+        each.note for each in graph.nodes if each.name == "linear" and graph[each.parent or 0].name == "one"
+    ] == notes
+
+
 def test_a_function_whose_other_results_are_only_logged() -> None:
     """Only results that lead to the loss count."""
 

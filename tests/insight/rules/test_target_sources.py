@@ -424,6 +424,13 @@ def detached(critic: nn.Module, x: Tensor) -> Tensor:
     return found
 
 
+def frozen(critic: nn.Module, x: Tensor) -> Tensor:
+    critic.requires_grad_(False)
+    found: Tensor = critic(x)
+    critic.requires_grad_(True)
+    return found
+
+
 @pytest.mark.parametrize(
     ("value", "optimizers", "is_wrong"),
     [
@@ -432,6 +439,7 @@ def detached(critic: nn.Module, x: Tensor) -> Tensor:
         (lambda critic, x: critic(x.detach()), 1, False),  # no actor
         (lambda critic, x: critic(x), 2, False),
         (detached, 1, False),
+        (frozen, 1, False),
     ],
 )
 @pytest.mark.parametrize("loss", [F.mse_loss, squares])
