@@ -379,8 +379,8 @@ def _is_largest(node: Node) -> bool:
     why="One loss has the error of the critic and minus its values for the actions of the actor. The critic lowers the "
     "second part by larger values, for whatever action.",
     next="Give the actor an optimizer of its own, or freeze the critic's parameters in its loss.",
-    false_alarms="Several optimizers or backward passes are left out, as are a critic that is frozen for this part of the "
-    "loss and a mean that follows from the critic alone.",
+    false_alarms="Several optimizers or backward passes are left out, as are a critic that is frozen for this part of "
+    "the loss and a mean that follows from the critic alone.",
     needs=(GRAPH,),
     explains=dict.fromkeys(("saturation", "weight-drift", "vanishing-gradient"), _ANY),
     is_lasting=True,
