@@ -399,3 +399,19 @@ def test_exchanged_arguments_of_a_loss(loss: Loss) -> None:
     assert brief(found) == [("warning", "exchanged-sides", "")] * is_wrong
     assert trained_step(Step(mlp(3), loss), rows, target) == []
     assert "exchanged-sides" not in {each.rule for each in trained_step(TwoNets(), rows)}
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_wrong"),
+    [
+        (lambda y, t: F.kl_div(t, y.log_softmax(1), reduction="sum"), True),
+        (lambda y, t: F.kl_div(t, y.log_softmax(1), reduction="sum", log_target=True), False),
+        (lambda y, t: F.kl_div(t.log_softmax(1), y.softmax(1), reduction="sum"), False),
+        (lambda y, t: F.cross_entropy(t, y.softmax(1)), False),
+        (lambda y, t: F.gaussian_nll_loss(t, y, torch.ones_like(y)), False),  # symmetric
+    ],
+)
+def test_outputs_that_are_targets_of_a_divergence(loss: Loss, is_wrong: bool) -> None:
+    """The reverse divergence of a student from the outputs of a teacher in the batch is fine."""
+    found = trained_step(Step(mlp(3), loss), rows, torch.rand(8, 3))
+    assert [each.rule for each in found].count("exchanged-sides") == is_wrong
