@@ -486,6 +486,32 @@ def test_calls_that_begin_with_zeros_for_a_reason(net: nn.Module, is_wrong: bool
     assert brief(found) == [("warning", "state-not-carried", "net.rnn")] * is_wrong
 
 
+def by_norm(x: Tensor) -> Tensor:
+    return x / x.norm(dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize(
+    ("change", "is_wrong"), [(lambda x: x, True), (lambda x: F.normalize(x, dim=-1), False), (by_norm, False)]
+)
+def test_a_scale_of_cosines(change: Callable[[Tensor], Tensor], is_wrong: bool, is_fused: bool) -> None:
+    """Cosines of queries and keys, which are at most 1, have a larger scale than 1/√features."""
+
+    class Attention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            query, key = change(x), change(x + 1)
+            if is_fused:
+                return F.scaled_dot_product_attention(query, key, x, scale=10.0)
+            return (query @ key.transpose(-2, -1) * 10).softmax(-1) @ x
+
+    graph = capture_graph(nn.Sequential(Attention()), torch.randn(2, 2, 5, 16))
+    name = "0.scaled_dot_product_attention" if is_fused else "0.softmax"
+    examination = parts({name: [{"logit_std": 4.0}]}, graph=graph)
+    for row in range(8):
+        examination.add(record("activations", row * 10, {("0", "out"): {}}, recorder="layers"))
+    assert [each.rule for each in examination.findings()].count("attention-scale") == is_wrong
+
+
 class Classifier(Model):
     """A stack of causal attention whose output is read by a function."""
 
