@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -278,6 +278,13 @@ def test_one_output_for_a_cross_entropy_of_classes() -> None:
     """The single output of a sigmoid is always 1 in a cross-entropy of several classes."""
     found = examine(mlp(1, nn.Sigmoid()), lambda y, t: by_hand(y, t * 0), rows, classes)
     assert "one-class" in {each.rule for each in found}
+
+
+@pytest.mark.parametrize("score", [lambda y: (y * y.roll(1, 0)).sum(1, keepdim=True), lambda y: y[:, :1] - y[:, 1:]])
+def test_weighted_logarithms_of_scores_of_pairs(score: Callable[[Tensor], Tensor]) -> None:
+    """The weights of pairs, as of words that occur together or of two answers, are no targets of classes."""
+    found = examine(mlp(2), lambda y, w: -(w * score(y).sigmoid().log()).mean(), rows, torch.rand(8, 1))
+    assert not {"one-class", "cut-off-logits"} & {each.rule for each in found}
 
 
 def test_cosines_that_are_multiplied_with_a_temperature() -> None:
