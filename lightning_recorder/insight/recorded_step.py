@@ -52,6 +52,7 @@ _SAME_VALUES = re.compile(
     r"view|view_as|reshape|(un)?flatten|transpose|permute|movedim|swapaxes|(un)?squeeze|contiguous|clone|float|double|"
     r"half|to|type|m?[tT]|identity|(\w+_)?dropout\d?d?"
 )
+_SCORES_PAIRS = re.compile(r"r?sub|neg|sum|mul|matmul|bmm|einsum|cosine_similarity")
 _MASKING = re.compile(r"masked_fill_?|where|tril_?|triu_?|masked_scatter_?")
 _PRODUCTS = ("matmul", "bmm", "mm", "linear", "einsum")
 ATTENTION = "scaled_dot_product_attention"
@@ -154,7 +155,7 @@ class RecordedStep:
 
         The formula is the sum of the targets times the logarithm of the probabilities, or nll_loss of that logarithm.
         The probabilities may be divided by their sum. A binary cross-entropy, which also has the logarithm of 1 - p, is
-        left out.
+        left out, and so is the sigmoid of a score of pairs, whose weighted logarithm is a loss of its own.
         """
         logarithms = {last: self.made_by(side) for last, (side, _) in self.comparisons.items()}
         logarithms = {last: each for last, each in logarithms.items() if "mul" in self.graph[last].name}
@@ -165,8 +166,11 @@ class RecordedStep:
             behind = self.behind(source) if source.name == "log" else None
             if behind is not None and behind.name in ("div", "__truediv__"):
                 behind = self.behind(behind) or behind
-            is_made = behind is not None and behind.kind == "op"
-            if behind is not None and is_made and not any("sub" in user.name for user in self.readers(behind)):
+            if behind is None or behind.kind != "op":
+                continue
+            score = self.behind(behind) if behind.name.strip("_") == "sigmoid" else None
+            is_of_pairs = score is not None and _SCORES_PAIRS.fullmatch(score.name.strip("_")) is not None
+            if not is_of_pairs and not any("sub" in user.name for user in self.readers(behind)):
                 found[last] = behind
         return found
 

@@ -606,7 +606,7 @@ def _repeats_one(node: Node, length: int) -> bool:
     next="Divide the scores by the square root of the features of a head, once.",
     false_alarms="Models without a scale whose initialization makes up for it, such as T5: their scores are not large. "
     "The initialization of torch makes up for nothing, so that smaller scores count then. A single factor of "
-    "1/features, as in muP, is no second one.",
+    "1/features, as in muP, is no second one. Cosines of queries and keys have a scale of their own.",
     needs=("activations", GRAPH),
     records=2,
     explains=dict.fromkeys(
@@ -711,14 +711,24 @@ def _factors(graph: Graph, node: Node) -> tuple[int, list[float]]:
         product, size = node, node.inputs[0].shape[-1] if node.inputs and node.inputs[0].shape else 0
         given = dict(node.arguments).get("scale", "None")
         found.append(_number(given) if _number(given) is not None else size**-0.5)  # type: ignore[arg-type]  # not None
-    for edge in graph.into(product)[:2]:
-        source = graph[edge.source]
+    sides = [graph[edge.source] for edge in graph.into(product)[:2]]
+    if all(_has_length_one(graph, each) for each in sides):
+        return 0, []
+    for source in sides:
         own = _scale_of(source)
         if own is not None:
             found.append(own)
         if source.kind == "op" and (own is not None or source.name in _SHAPES):
             _back(graph, source, found, _SHAPES)
     return size, found
+
+
+def _has_length_one(graph: Graph, node: Node) -> bool:
+    """Return True if a vector was divided by its norm, maybe before changes of shape and a factor."""
+    while (node.name in _SHAPES or _scale_of(node) is not None) and (edges := graph.into(node)):
+        node = graph[edges[0].source]
+    divisors = [graph[edge.source].name for edge in graph.into(node)[1:]]
+    return node.name == "normalize" or ("div" in node.name and any("norm" in each for each in divisors))
 
 
 def _back(graph: Graph, node: Node, found: list[float], passed: Sequence[str]) -> Node | None:

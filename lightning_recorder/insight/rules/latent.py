@@ -67,7 +67,8 @@ def posterior_collapse(
     "samples that are drawn later are those of a normal distribution.",
     next="Use torch.randn_like in place of torch.rand_like.",
     false_alarms="Random numbers between two ends, whose difference is the scale, and those that are transformed are "
-    "left out.",
+    "left out. So are a scale beside a mean that is never squared, as it is in the KL divergence of normal ones, and a "
+    "random number that is no noise of the data, such as the level of the noise.",
     needs=(GRAPH,),
     explains=dict.fromkeys(("latent-scale", "posterior-collapse"), ("any",)),
     is_lasting=True,
@@ -78,7 +79,8 @@ def uniform_noise(evidence: Evidence) -> Iterator[Finding]:
     for node in step.operations:
         sides = step.sources(node)[:2] if step.signs.get(node.id) and step.is_loss(node) else []
         noise = step.made_by(sides[-1]) if sides else node
-        if sides and noise.name in ("rand", "rand_like") and noise.id in step.ancestors(sides[0]):
+        is_noise = bool(sides) and noise.name in ("rand", "rand_like") and noise.id in step.ancestors(sides[0])
+        if is_noise and any(_adds_noise(step, step.graph[each], noise) for each in step.ancestors(sides[0])):
             verdict = (
                 f"the noise that the model gets and {node.name} in {step.place(node)} compares is that of "
                 f"{noise.name}, which returns numbers from 0 to 1 instead of normal ones"
@@ -92,7 +94,11 @@ def uniform_noise(evidence: Evidence) -> Iterator[Finding]:
             if (
                 noise.name in ("rand", "rand_like")
                 and is_scale
-                and any(other is not node and other.id in step.trained for each in sums for other in step.sources(each))
+                and any(
+                    other is not node and other.id in step.trained and _is_squared(step, other)
+                    for each in sums
+                    for other in step.sources(each)
+                )
             ):
                 verdict = (
                     f"the scale of a random variable in {step.place(node)} is multiplied by {noise.name}, which "
@@ -100,6 +106,24 @@ def uniform_noise(evidence: Evidence) -> Iterator[Finding]:
                 )
                 yield found_in(evidence, step.owner(node), verdict)
                 return
+
+
+def _adds_noise(step: RecordedStep, node: Node, noise: Node) -> bool:
+    """Return True if a node adds noise, maybe times a factor, to data of the same shape."""
+    if node.name.strip("_") not in ("add", "radd", "lerp") or node.outputs[:1] != noise.outputs[:1]:
+        return False
+    sources = step.sources(node)
+    with_noise = [each for each in sources if each is noise or noise in map(step.made_by, step.sources(each))]
+    return any("input" in step.roots[each.id] and each not in with_noise for each in sources) and bool(with_noise)
+
+
+def _is_squared(step: RecordedStep, node: Node) -> bool:
+    """Return True if the step computes the square of a tensor."""
+    for each in step.users(node):
+        is_product = len(each.inputs) == 2 and all(source is node for source in step.sources(each))
+        if each.name.strip("_") in ("pow", "square") or (each.name.strip("_") == "mul" and is_product):
+            return True
+    return False
 
 
 @rule(

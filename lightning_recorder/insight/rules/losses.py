@@ -412,7 +412,8 @@ _WHY_TARGET = "The target of kl_div is a probability, or its logarithm with log_
 _NEXT_TARGET = "Apply softmax to the target, or log_softmax and pass log_target=True."
 
 
-_ONE_SIDED = (*BINARY, "cross_entropy", "kl_div", "nll_loss", "poisson_nll_loss", "gaussian_nll_loss")
+_ONE_SIDED = (*BINARY, "cross_entropy", "kl_div", "nll_loss", "poisson_nll_loss")
+_PROBABILITIES = ("softmax", "sigmoid", "sigmoid_", "exp")
 
 
 @rule(
@@ -422,7 +423,8 @@ _ONE_SIDED = (*BINARY, "cross_entropy", "kl_div", "nll_loss", "poisson_nll_loss"
     why="The first argument of these losses is the prediction, and the second one the target. Exchanged, the loss has "
     "another least value, or none.",
     next="Exchange the arguments: criterion(prediction, target).",
-    false_alarms="Losses that compare two outputs of a model are left out.",
+    false_alarms="Losses that compare two outputs of a model are left out, and outputs that are valid targets, such as "
+    "the probabilities of a student that are compared with the logits of a teacher in the batch.",
     needs=(GRAPH,),
     explains=dict.fromkeys(
         ("output-range", "weight-drift", "sudden-change", "exploding-gradient", "norm-growth", "constant-target"), _ANY
@@ -435,13 +437,22 @@ def exchanged_sides(evidence: Evidence) -> Iterator[Finding]:
     for node in step.operations:
         sides = step.sources(node)[:2]
         is_given = node.name in _ONE_SIDED and len(sides) == 2 and step.roots[sides[0].id] == {"input"}
-        if is_given and sides[1].id in step.trained and step.signs.get(node.id):
+        is_wrong = is_given and sides[1].id in step.trained and not _is_target(step, node, sides[1])
+        if is_wrong and step.signs.get(node.id):
             verdict = (
                 f"{node.name} in {step.place(node)} gets a tensor of the batch as its prediction, and the output of "
                 "the model as its target: the arguments are exchanged"
             )
             yield found_in(evidence, step.owner(node), verdict)
             return
+
+
+def _is_target(step: RecordedStep, node: Node, output: Node) -> bool:
+    """Return True if a loss can take an output of the model as its target, as in the reverse of a divergence."""
+    made = step.made_by(output).name
+    if node.name == "kl_div":
+        return made in _PROBABILITIES or (made == "log_softmax" and setting(node, "log_target") == "True")
+    return node.name in ("cross_entropy", "binary_cross_entropy_with_logits") and made in _PROBABILITIES
 
 
 @rule(

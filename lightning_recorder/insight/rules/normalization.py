@@ -14,7 +14,15 @@ from lightning_recorder.graph.model import Node
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.module_edges import INPUT
-from lightning_recorder.insight.recorded_step import found_in, joined, listed, setting, shape_of, step_of
+from lightning_recorder.insight.recorded_step import (
+    RecordedStep,
+    found_in,
+    joined,
+    listed,
+    setting,
+    shape_of,
+    step_of,
+)
 from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.names import RUNNING_STATISTICS, Site
 from lightning_recorder.records.history import History
@@ -285,7 +293,7 @@ def _values_of(node: Node) -> int:
     "evaluation, are a mixture of all of them, and no layer fits it.",
     next="Make a BatchNorm for each layer in __init__.",
     false_alarms="Calls that do not feed each other, as in Siamese networks, and recurrences, which call the layers "
-    "between them several times, too, are left out.",
+    "between them or directly before them several times, too, are left out.",
     needs=(GRAPH,),
     explains=dict.fromkeys(("train-differs", "running-statistics", "norm-momentum"), ("any",)),
     is_lasting=True,
@@ -303,6 +311,7 @@ def shared_norm(evidence: Evidence) -> Iterator[Finding]:
         before = {each.id for each in step.sources(first)} | step.ancestors(first)
         between = [step.ancestors(each) - before for each in later if first.id in step.ancestors(each)]
         layers = {each for ids in between for each in ids if step.graph[each].kind == "parameter"}
+        layers = layers and layers.union(*(_parameters_before(step, each) for each in nodes))
         if layers and all(len(step.users(step.graph[each])) == 1 for each in layers):
             befores = dict.fromkeys(step.owner(step.made_by(step.sources(each)[0])) for each in nodes)
             verdict = (
@@ -310,6 +319,16 @@ def shared_norm(evidence: Evidence) -> Iterator[Finding]:
                 "statistics are a mixture of theirs"
             )
             yield found_in(evidence, step.owner(first), verdict, calls=len(nodes))
+
+
+def _parameters_before(step: RecordedStep, node: Node) -> set[int]:
+    """Return the ids of the parameters of the layer whose output reaches a node first."""
+    source = step.behind(node)
+    while source is not None:
+        if found := {each.id for each in step.sources(source) if each.kind == "parameter"}:
+            return found
+        source = step.behind(source)
+    return set()
 
 
 @rule(

@@ -71,16 +71,19 @@ def _linear_before(step: RecordedStep, node: Node) -> Node | None:
     is_narrow = _is_bottleneck(shape_of(source, 1), shape_of(node, 1))
     # With another user, such as a residual connection, the first layer is not redundant.
     is_read_once = len(list(step.readers(source))) == 1
-    # A layer with fixed weights is a transform of the input, and a layer that is called twice is a recurrence, so
-    # neither counts.
+    # A layer with fixed weights is a transform of the input, a layer that is called twice is a recurrence, and the rows
+    # of an embedding are not free, so none of them counts.
     weights = [_trained_weight(step, each) for each in (source, node)]
     return source if is_read_once and None not in weights and weights[0] != weights[1] and not is_narrow else None
 
 
 def _trained_weight(step: RecordedStep, layer: Node) -> int | None:
-    """Return the id of the first parameter of a layer; None if there is none or it is frozen."""
+    """Return the id of the first parameter of a layer; None if there is none, or if it is frozen or embeds tokens."""
     parameters = [each for each in step.sources(layer) if each.kind == "parameter"]
-    return parameters[0].id if parameters and "frozen" not in parameters[0].note else None
+    if not parameters or "frozen" in parameters[0].note:
+        return None
+    is_shared = any(each.name == "embedding" for each in step.users(parameters[0]))
+    return None if is_shared else parameters[0].id
 
 
 def _is_bottleneck(inner: Shape | None, outer: Shape | None) -> bool:

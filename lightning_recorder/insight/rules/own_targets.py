@@ -144,18 +144,20 @@ def _optimizers(step: RecordedStep, term: Node) -> set[int]:
 
 @rule(
     "equal-views",
+    "note",
     statistic="mean, std, smallest and largest value of two inputs that the same layer gets in a step",
     usual="different ones",
-    why="Both views are the same tensor, so that the loss compares each sample with itself.",
+    why="Both views are the same tensor, so that the loss compares each sample with itself; or one has the values of "
+    "the other in another order, such as a reversed sequence or exchanged samples.",
     next="Draw an augmentation for each view: transform(x), transform(x).",
-    false_alarms="Inputs that are also the target, as of an autoencoder, are left out, and steps with dropout, which "
-    "makes the two outputs of the same input differ.",
+    false_alarms="The statistics do not show the order of the values, so it is a note. Inputs that are also the target "
+    "of a loss, and steps with dropout, which makes the two outputs of the same input differ, are left out.",
     needs=("activations", GRAPH),
     records=4,
     is_lasting=True,
 )
 def equal_views(evidence: Evidence) -> Iterator[Finding]:
-    """Yield two inputs of the batch that have equal values in all records and pass the same layers."""
+    """Yield two inputs of the batch that have equal statistics in all records and pass the same layers."""
     step = step_of(evidence)
     if any("dropout" in node.name and setting(node, "p") not in ("0", "0.0") for node in step.operations):
         return
@@ -182,7 +184,7 @@ def equal_views(evidence: Evidence) -> Iterator[Finding]:
         ):
             continue
         if all(np.array_equal(*pair) for pair in zip(columns, others, strict=True)):
-            verdict = f"{one.path} and {other.path} are equal in all {len(steps)} records: both views are the same"
+            verdict = f"{one.path} and {other.path} have the same mean, std and ends in all {len(steps)} records"
             yield replace(one.found(verdict, "std"), module="", path="")
             return
 

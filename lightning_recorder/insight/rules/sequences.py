@@ -417,7 +417,8 @@ def _of_triangle(step: RecordedStep, fill: Node, mask: Node) -> str:
     why="The module is called once for each step without the state of the step before, and begins with zeros: no step "
     "knows the others.",
     next="Pass the state on: output, state = self.lstm(x[:, t:t+1], state); or call it once with the whole sequence.",
-    false_alarms="Calls that depend on each other in any way, and calls for longer sequences, are left out.",
+    false_alarms="Calls that depend on each other in any way, calls for longer sequences, and results that a later "
+    "recurrence, attention or layer joins, as in a tree, are left out.",
     needs=(GRAPH,),
     explains=dict.fromkeys(("unlike-siblings", "forgotten-parameter", "gradient-stops", "first-step-only"), _ANY),
     is_lasting=True,
@@ -429,14 +430,15 @@ def state_not_carried(evidence: Evidence) -> Iterator[Finding]:
     for node in step.operations:
         sources, shape = step.sources(node), shape_of(node) or ()
         is_cell = node.name in _CELLS
-        is_step = node.name in _RECURRENT and len(shape) == 3 and 1 in shape[:2]
+        # The length, since a batch of one sample may be a whole sequence.
+        is_step = node.name in _RECURRENT and len(shape) == 3 and shape[setting(node, "batch_first") == "True"] == 1
         if is_cell or is_step:
             given = sources[1] if len(sources) > 1 else None
             is_new = given is None or given.kind == "parameter" or given.name in ("zeros", "zeros_like", "new_zeros")
             by_module.setdefault(step.owner(node), []).append(node) if is_new else by_module.pop(step.owner(node), None)
     for name, nodes in by_module.items():
         parts = [_slice_of(step, node) for node in nodes]
-        if len(nodes) >= _FEWEST_CALLS and None not in parts and len({*parts}) == 1:
+        if len(nodes) >= _FEWEST_CALLS and None not in parts and len({*parts}) == 1 and not _are_joined(step, nodes):
             verdict = (
                 f"{name} is called {len(nodes)} times in a step, for one step of a sequence each, and begins with a "
                 "state of zeros every time"
@@ -444,8 +446,20 @@ def state_not_carried(evidence: Evidence) -> Iterator[Finding]:
             yield found_in(evidence, name, verdict, calls=len(nodes))
 
 
+def _are_joined(step: RecordedStep, calls: list[Node]) -> bool:
+    """Return True if a later recurrence or attention gets results of calls, or a layer gets those of some calls."""
+    ids = {each.id for each in calls}
+    for node in step.operations:
+        joins = node.name in _JOINS or (node.name == "softmax" and is_attention(shape_of(node)))
+        known = ids & step.ancestors(node) if joins and node.id > min(ids) and node.id not in ids else ()
+        if len(known) > 1 and (node.name != "linear" or len(known) < len(ids)):
+            return True
+    return False
+
+
 _FEWEST_CALLS = 4
 _CELLS = ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+_JOINS = ("linear", ATTENTION, *_RECURRENT, *_CELLS)
 
 
 def _slice_of(step: RecordedStep, node: Node) -> int | None:

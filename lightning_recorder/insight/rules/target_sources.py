@@ -96,7 +96,8 @@ def _trained_by(step: RecordedStep, node: Node) -> set[str]:
     usual="the padding is ignored",
     why="The model learns to predict the padding, which is easy, and the loss looks better than the model is.",
     next="Pass ignore_index with the number of the padding to cross_entropy.",
-    false_alarms="An embedding without padding_idx, and padding with another number than 0, are not known.",
+    false_alarms="An embedding without padding_idx, and padding with another number than 0, are not known. A loss for "
+    "each target, with reduction='none', is left out, since a mask usually multiplies it.",
     needs=("activations", GRAPH),
     records=4,
 )
@@ -109,7 +110,8 @@ def padding_as_target(evidence: Evidence, *, persistence: int = 4, share: float 
         sources = step.sources(node)
         if node.name != "cross_entropy" or len(sources) < 2 or setting(node, "ignore_index") == "0":
             continue
-        if not tokens & {each.id for each in _inputs_of(step, sources[1])} or setting(node, "weight"):
+        is_weighted = setting(node, "weight") or setting(node, "reduction").strip("'") == "none"
+        if not tokens & {each.id for each in _inputs_of(step, sources[1])} or is_weighted:
             continue
         _, target = sides_of(evidence, step, node)
         zeros, steps = target.column("zero_fraction")

@@ -192,18 +192,20 @@ def output_range(
 
 def _range_of_generator(evidence: Evidence, step: RecordedStep, persistence: int, margin: float) -> Iterator[Finding]:
     """Yield a layer that gets both data and the output of an activation with a far smaller range, as in a GAN."""
-    calls: dict[int, list[Node]] = {}
+    calls: dict[int, list[tuple[Node, Node]]] = {}
     for node in step.operations:
         sources = step.sources(node)
         if len(sources) > 1 and sources[1].kind == "parameter" and (source := step.behind(node)) is not None:
             while source.name == "detach" and step.behind(source) is not None:
                 source = step.behind(source) or source
-            calls.setdefault(sources[1].id, []).append(source)
-    for sources in calls.values():
-        data = next((each for each in sources if each.kind == "input"), None)
-        made = next((each for each in sources if each.kind == "op" and each.name in _RANGES), None)
+            calls.setdefault(sources[1].id, []).append((source, node))
+    for pairs in calls.values():
+        data = next((each for each, _ in pairs if each.kind == "input"), None)
+        made = next((each for each, _ in pairs if each.kind == "op" and each.name in _RANGES), None)
         if data is None or made is None or made.id not in step.trained:
             continue
+        if step.ancestors(made) & {node.id for _, node in pairs}:
+            continue  # a recurrence, which gets its own output
         (low, high), real = _RANGES[made.name], View(evidence, evidence.losses, Site("", data.name))
         (least, most), _ = real.columns("min", "max")
         beyond = np.maximum(low - least, most - high) / (high - low) if np.isfinite(high) else np.zeros(0)

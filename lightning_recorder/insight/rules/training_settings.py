@@ -606,7 +606,7 @@ def _rates(evidence: Evidence) -> tuple[Floats, NDArray[np.int64]]:
     next="Compare the number of steps of the warm-up with that of the run.",
     false_alarms="Rates above a tenth of initial_lr, or a fiftieth if they do not rise, and a run that has not come to "
     "its end. An initial_lr of 0.5 or more may be the factor of a formula, as in the schedule of the first "
-    "transformer, and is left out.",
+    "transformer, and is left out. So are records that begin late, as after a training has been resumed.",
     needs=("parameters",),
     records=6,
     explains={"does-not-move": ("any",), "barely-moves": ("any",), "updates-lost": ("any",)},
@@ -629,7 +629,9 @@ def warmup_too_long(
     # With manual optimization, the number of steps is not known. A rate that several epochs have not changed is enough.
     is_stuck = "planned_steps" not in about and int(about.get("epoch") or 0) >= epochs and not np.diff(rates).any()
     is_at_end = steps[-1:].sum() >= end * planned or is_stuck
-    if len(rates) < persistence or not is_at_end or not 0 < given < formula or not rates.any():
+    # A training that was resumed in its second half may be at the end of its schedule.
+    begins = 2 * steps[:1].sum() <= steps[-1:].sum()
+    if len(rates) < persistence or not is_at_end or not begins or not 0 < given < formula or not rates.any():
         return
     highest, part = rates.max(), f"{rates.max() / given:.3g} × the {given:.3g} that the optimizer was given"
     if (np.diff(rates) >= 0).all() and rates[0] < highest < share * given:

@@ -268,7 +268,9 @@ def _patches(step: RecordedStep, node: Node, shape: Shape, other: Shape) -> int 
     (_, channels, height, width), (_, count, size) = shape, other
     side = round((size / channels) ** 0.5)
     is_patch = 1 < side < width and side * side * channels == size and not height % side and not width % side
-    return side if is_patch and channels > 1 and count == height // side * (width // side) else None
+    # Whole rows may be steps of a time, of which the view makes segments; three channels are those of an image.
+    is_image = channels == 3 or (channels > 1 and size % width > 0)
+    return side if is_patch and is_image and count == height // side * (width // side) else None
 
 
 def _skips_an_exchange(shape: Shape, other: Shape) -> bool:
@@ -328,8 +330,9 @@ def _is_shift(step: RecordedStep, node: Node, moved: list[int]) -> bool:
     why="The output of a layer is concatenated with itself, so that the second half says nothing new. In a U-Net, the "
     "features of the encoder belong there.",
     next="Look at the arguments of cat, such as torch.cat([upsampled, skip], dim=1).",
-    false_alarms="Tensors of which the model makes copies without parameters, such as the angles of rotary positions, "
-    "a single channel that becomes several, and copies along the batch are left out.",
+    false_alarms="Only what a layer reads directly or behind activations and normalizations counts, since two streams, "
+    "wider residual connections and angles of rotary positions begin as copies. A single channel that becomes several, "
+    "and copies along the batch are left out.",
     needs=(GRAPH,),
     is_lasting=True,
 )
@@ -344,7 +347,7 @@ def joined_with_itself(evidence: Evidence) -> Iterator[Finding]:
         if not is_twice or len(sources[0].outputs) != 1 or sources[0].id not in step.trained or not shape:
             continue
         place = next((place for place, sizes in enumerate(zip(shape, joint, strict=False)) if len(set(sizes)) > 1), 0)
-        if place and shape[place] > 1:
+        if place and shape[place] > 1 and _is_read_by_layers(step, node):
             source = sources[0]
             verdict = (
                 f"the {node.name} in {step.place(node)} joins the output {listed(shape)} of the {source.name} in "
@@ -352,6 +355,13 @@ def joined_with_itself(evidence: Evidence) -> Iterator[Finding]:
             )
             found.append(found_in(evidence, step.owner(node), verdict))
     yield from joined(found)
+
+
+def _is_read_by_layers(step: RecordedStep, node: Node) -> bool:
+    """Return True if only layers, activations and normalizations read a tensor."""
+    return all(
+        re.fullmatch(r"linear|addmm|conv\w*|\w*norm|\w*relu6?_?|gelu|silu", each.name) for each in step.readers(node)
+    )
 
 
 _INITIALIZES = re.compile(r"(kaiming|xavier|trunc)_(normal|uniform)_?|(uniform|normal|orthogonal)_?")

@@ -103,6 +103,9 @@ def test_a_scale_that_is_no_exponential() -> None:
     assert findings(Autoencoder(with_another_scale), COLLAPSED, COLLAPSED) == []
 
 
+Function = Callable[[Tensor, Tensor], Tensor]
+
+
 class Training(nn.Module):
     """A step of training of a variational autoencoder.
 
@@ -336,44 +339,66 @@ def test_a_deviation_that_cannot_be_small(limit: Callable[[Tensor], Tensor], is_
     assert [(each.module, "at least 1" in each.verdict) for each in found] == [("scale", True)] * is_wrong
 
 
+def uniform(mean: Tensor, scale: Tensor) -> Tensor:
+    return mean + torch.rand_like(scale) * (scale / 2).exp()
+
+
 @pytest.mark.parametrize(
-    ("sample", "is_wrong"),
+    ("prior", "sample", "is_wrong"),
     [
-        (lambda mean, scale: mean + torch.rand_like(scale) * (scale / 2).exp(), True),
-        (lambda mean, scale: mean + torch.randn_like(scale) * (scale / 2).exp(), False),
-        (lambda mean, scale: mean + torch.rand_like(scale) * (scale - mean), False),  # between two ends
-        (lambda mean, scale: mean - (-torch.rand_like(scale).log()).log() * scale.exp(), False),  # of Gumbel
+        (divergence, uniform, True),
+        (lambda mean, scale: scale.exp().mean() - scale.mean() + (mean * mean).mean(), uniform, True),
+        (lambda mean, scale: -scale.mean() + mean.abs().mean(), uniform, False),  # a uniform random variable
+        (divergence, noise_times_scale, False),
+        (divergence, lambda mean, scale: mean + torch.rand_like(scale) * (scale - mean), False),  # between two ends
+        (
+            divergence,
+            lambda mean, scale: mean - (-torch.rand_like(scale).log()).log() * scale.exp(),
+            False,
+        ),  # of Gumbel
     ],
 )
-def test_noise_that_is_uniform(sample: Callable[[Tensor, Tensor], Tensor], is_wrong: bool) -> None:
-    """Uniform numbers in place of normal ones are a finding, if a scale multiplies them and a mean is added."""
-    examination = Examination(capture_graph(Autoencoder(sample), torch.randn(16, 16)))
-    found = [each for each in examination.findings() if each.rule == "uniform-noise"]
+def test_noise_that_is_uniform(prior: Function, sample: Function, is_wrong: bool) -> None:
+    """Uniform numbers in place of normal ones are a finding, if a scale multiplies them and a squared mean is added."""
+    found = Examination(graph_of(Training(prior, sample))).findings()
+    found = [each for each in found if each.rule == "uniform-noise"]
     assert len(found) == is_wrong
     assert all("is multiplied by rand_like" in each.verdict for each in found)
 
 
 class Denoiser(nn.Module):
-    """A step of diffusion, whose target is the noise."""
+    """A step of diffusion, whose target is the noise, or the level of the noise."""
 
-    def __init__(self, noise: Callable[[Tensor], Tensor], *, is_seen: bool = True) -> None:
+    def __init__(self, noise: Callable[[Tensor], Tensor], seen: Function, out: int = 16) -> None:
         super().__init__()
-        self.net, self.noise, self.is_seen = nn.Linear(16, 16), noise, is_seen
+        self.net, self.noise, self.seen = nn.Linear(16, out), noise, seen
 
     def forward(self, x: Tensor) -> Tensor:
         noise = self.noise(x)
-        seen = 0.6 * x + 0.8 * noise if self.is_seen else x
-        return nn.functional.mse_loss(self.net(seen), noise)
+        return nn.functional.mse_loss(self.net(self.seen(x, noise)), noise)
+
+
+def mixed(x: Tensor, noise: Tensor) -> Tensor:
+    return 0.6 * x + 0.8 * noise
+
+
+def level(x: Tensor) -> Tensor:
+    return torch.rand(len(x), 1)
 
 
 @pytest.mark.parametrize(
-    ("noise", "is_seen", "is_wrong"),
-    [(torch.rand_like, True, True), (torch.randn_like, True, False), (torch.rand_like, False, False)],
+    ("model", "is_wrong"),
+    [
+        (Denoiser(torch.rand_like, mixed), True),
+        (Denoiser(torch.rand_like, lambda x, noise: x + noise), True),
+        (Denoiser(torch.randn_like, mixed), False),
+        (Denoiser(torch.rand_like, lambda x, noise: x), False),
+        (Denoiser(torch.rand_like, lambda x, noise: noise), False),  # an autoencoder of random numbers
+        (Denoiser(level, lambda x, level: x + level * torch.randn_like(x), 1), False),
+        (Denoiser(level, lambda x, level: x + level, 1), False),  # a brightness
+    ],
 )
-def test_noise_of_diffusion_that_is_uniform(noise: Callable[[Tensor], Tensor], is_seen: bool, is_wrong: bool) -> None:
+def test_noise_of_diffusion_that_is_uniform(model: nn.Module, is_wrong: bool) -> None:
     """Uniform noise that the model gets and has to predict is a finding; other random targets are not."""
-    x = torch.randn(16, 16)
-    with GraphCapture(model := Denoiser(noise, is_seen=is_seen), (x,)) as capture:
-        model(x).backward()
-    found = [each for each in Examination(capture.graph()).findings() if each.rule == "uniform-noise"]
+    found = [each for each in Examination(graph_of(model)).findings() if each.rule == "uniform-noise"]
     assert len(found) == is_wrong

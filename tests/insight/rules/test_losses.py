@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -280,6 +280,13 @@ def test_one_output_for_a_cross_entropy_of_classes() -> None:
     assert "one-class" in {each.rule for each in found}
 
 
+@pytest.mark.parametrize("score", [lambda y: (y * y.roll(1, 0)).sum(1, keepdim=True), lambda y: y[:, :1] - y[:, 1:]])
+def test_weighted_logarithms_of_scores_of_pairs(score: Callable[[Tensor], Tensor]) -> None:
+    """The weights of pairs, as of words that occur together or of two answers, are no targets of classes."""
+    found = examine(mlp(2), lambda y, w: -(w * score(y).sigmoid().log()).mean(), rows, torch.rand(8, 1))
+    assert not {"one-class", "cut-off-logits"} & {each.rule for each in found}
+
+
 def test_cosines_that_are_multiplied_with_a_temperature() -> None:
     """A factor below 1 leaves the cosines too close to each other; the least loss is that with the factor."""
     (found,) = of_pairs(8, scale=10.0).findings()
@@ -399,3 +406,19 @@ def test_exchanged_arguments_of_a_loss(loss: Loss) -> None:
     assert brief(found) == [("warning", "exchanged-sides", "")] * is_wrong
     assert trained_step(Step(mlp(3), loss), rows, target) == []
     assert "exchanged-sides" not in {each.rule for each in trained_step(TwoNets(), rows)}
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_wrong"),
+    [
+        (lambda y, t: F.kl_div(t, y.log_softmax(1), reduction="sum"), True),
+        (lambda y, t: F.kl_div(t, y.log_softmax(1), reduction="sum", log_target=True), False),
+        (lambda y, t: F.kl_div(t.log_softmax(1), y.softmax(1), reduction="sum"), False),
+        (lambda y, t: F.cross_entropy(t, y.softmax(1)), False),
+        (lambda y, t: F.gaussian_nll_loss(t, y, torch.ones_like(y)), False),  # symmetric
+    ],
+)
+def test_outputs_that_are_targets_of_a_divergence(loss: Loss, is_wrong: bool) -> None:
+    """The reverse divergence of a student from the outputs of a teacher in the batch is fine."""
+    found = trained_step(Step(mlp(3), loss), rows, torch.rand(8, 3))
+    assert [each.rule for each in found].count("exchanged-sides") == is_wrong

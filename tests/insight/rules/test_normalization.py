@@ -252,9 +252,22 @@ class Shared(nn.Module):
         return x.sum()
 
 
+class EncodedAgain(nn.Module):
+    """An autoencoder whose encoder, which ends with a BatchNorm, also gets the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        code = self.encoder(x)
+        return (self.encoder(self.decoder(code)) - code).square().sum()
+
+
 @pytest.mark.parametrize(
     ("model", "is_wrong"),
     [
+        (EncodedAgain(), False),
         (Shared(lambda: [nn.BatchNorm1d(8)] * 3), True),
         (Shared(lambda: [nn.BatchNorm1d(8) for _ in range(3)]), False),
         (Shared(lambda: [nn.LayerNorm(8)] * 3), False),

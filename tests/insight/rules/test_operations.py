@@ -111,10 +111,24 @@ def frozen(layer: nn.Module) -> nn.Module:
     return layer.requires_grad_(False)
 
 
+class Tied(nn.Module):
+    """A projection before a last layer that has the weight of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.projection = nn.Embedding(7, 5), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.embedding(x.mean(2).long().abs() % 7))
+        output: Tensor = self.projection(hidden.flatten(1)[:, :6]) @ self.embedding.weight.T
+        return output
+
+
 @pytest.mark.parametrize(
     ("net", "x"),
     [
         (mlp(3), rows),
+        (Tied(), series),
         (nn.Sequential(nn.Linear(5, 2), nn.Linear(2, 5)), rows),  # a low rank
         (nn.Sequential(frozen(nn.Linear(5, 9)), nn.Linear(9, 3)), rows),  # a fixed transform
         (nn.Sequential(*[nn.Linear(5, 5)] * 3), rows),  # a recurrence

@@ -280,11 +280,11 @@ class Restored(nn.Module):
     [(Pairs(), 0.5, True), (Pairs(), 0.51, False), (Pairs(nn.Dropout(0.1)), 0.5, False), (Restored(), 0.5, False)],
 )
 def test_views_that_are_equal(model: nn.Module, mean: float, is_wrong: bool) -> None:
-    """Two equal inputs of the same layers are a finding, without dropout that makes their outputs differ."""
+    """Two equal inputs of the same layers are a note, without dropout that makes their outputs differ."""
     examination = Examination(of_batch(capture_graph(model, rows, torch.randn_like(rows))))
     for step in range(4):
         values = {("", f"batch[{place}]"): {"mean": each, "std": 1.0} for place, each in enumerate((0.5, mean))}
         examination.add(record("activations", step, values, recorder="batch"))
         examination.add(record("activations", step, {("net.0", "out"): {}}))
     found = [each for each in examination.findings() if each.rule == "equal-views"]
-    assert brief(found) == [("warning", "equal-views", "")] * is_wrong
+    assert brief(found) == [("note", "equal-views", "")] * is_wrong

@@ -446,6 +446,72 @@ def test_a_state_that_is_not_passed_on(kind: Callable[..., nn.Module]) -> None:
         assert rule not in {each.rule for each in examine(net, F.cross_entropy, series, classes)}
 
 
+class Apart(nn.Module):
+    """A recurrent module that is called for each part of a tensor, with a state of zeros."""
+
+    def __init__(self, rnn: nn.Module, call: Callable[[nn.Module, Tensor], list[Tensor]], *last: nn.Module) -> None:
+        super().__init__()
+        self.rnn, self.call, self.last, self.head = rnn, call, nn.ModuleList(last), nn.LazyLinear(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.call(self.rnn, x)
+        for layer in self.last:  # of a tree, or a second recurrence
+            if isinstance(layer, nn.GRU):
+                found = [layer(torch.stack(found, 1))[1][0]]
+            else:
+                pairs = zip(found[::2], found[1::2], strict=True)
+                found = [torch.tanh(layer(torch.cat(pair, 1))) for pair in pairs]
+        output: Tensor = self.head(torch.cat(found) if len(found) == len(x) else torch.cat(found, 1))
+        return output
+
+
+def by_cell(rnn: nn.Module, x: Tensor) -> list[Tensor]:
+    return [rnn(x[:, place]) for place in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("net", "is_wrong"),
+    [
+        (Apart(nn.GRU(5, 5, batch_first=True), lambda rnn, x: [rnn(x[i : i + 1])[1][0] for i in range(len(x))]), False),
+        (Apart(nn.GRU(5, 5), lambda rnn, x: [rnn(each[:, None])[1][0] for each in x]), False),
+        (Apart(nn.GRUCell(5, 5), by_cell), True),
+        (Apart(nn.GRUCell(5, 5), by_cell, nn.Linear(10, 5)), False),
+        (Apart(nn.GRUCell(5, 5), by_cell, nn.GRU(5, 5, batch_first=True)), False),
+    ],
+)
+def test_calls_that_begin_with_zeros_for_a_reason(net: nn.Module, is_wrong: bool) -> None:
+    """Whole sequences one after the other, the leaves of a tree, and steps that a second recurrence reads are fine."""
+    net(series)
+    found = [each for each in examine(net, F.cross_entropy, series, classes) if each.rule == "state-not-carried"]
+    assert brief(found) == [("warning", "state-not-carried", "net.rnn")] * is_wrong
+
+
+def by_norm(x: Tensor) -> Tensor:
+    return x / x.norm(dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize(
+    ("change", "is_wrong"), [(lambda x: x, True), (lambda x: F.normalize(x, dim=-1), False), (by_norm, False)]
+)
+def test_a_scale_of_cosines(change: Callable[[Tensor], Tensor], is_wrong: bool, is_fused: bool) -> None:
+    """Cosines of queries and keys, which are at most 1, have a larger scale than 1/√features."""
+
+    class Attention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            query, key = change(x), change(x + 1)
+            if is_fused:
+                return F.scaled_dot_product_attention(query, key, x, scale=10.0)
+            return (query @ key.transpose(-2, -1) * 10).softmax(-1) @ x
+
+    graph = capture_graph(nn.Sequential(Attention()), torch.randn(2, 2, 5, 16))
+    name = "0.scaled_dot_product_attention" if is_fused else "0.softmax"
+    examination = parts({name: [{"logit_std": 4.0}]}, graph=graph)
+    for row in range(8):
+        examination.add(record("activations", row * 10, {("0", "out"): {}}, recorder="layers"))
+    assert [each.rule for each in examination.findings()].count("attention-scale") == is_wrong
+
+
 class Classifier(Model):
     """A stack of causal attention whose output is read by a function."""
 

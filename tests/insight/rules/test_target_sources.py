@@ -88,9 +88,12 @@ def test_a_recurrence_that_reads_its_targets(net: nn.Module, read: Callable[[Ten
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
-@pytest.mark.parametrize(("ignored", "zeros", "is_wrong"), [(-100, 0.6, True), (0, 0.6, False), (-100, 0.1, False)])
-def test_padding_as_target(ignored: int, zeros: float, is_wrong: bool, is_padded: bool) -> None:
-    """Targets most of which are the padding are a finding, unless they are ignored.
+@pytest.mark.parametrize(
+    ("ignored", "zeros", "reduction", "is_wrong"),
+    [(-100, 0.6, "mean", True), (0, 0.6, "mean", False), (-100, 0.1, "mean", False), (-100, 0.6, "none", False)],
+)
+def test_padding_as_target(ignored: int, zeros: float, reduction: str, is_wrong: bool, is_padded: bool) -> None:
+    """Targets most of which are the padding are a finding, unless they are ignored, or a mask may multiply the losses.
 
     Models of transformers add an ignored target instead of leaving out the last position.
     """
@@ -105,7 +108,7 @@ def test_padding_as_target(ignored: int, zeros: float, is_wrong: bool, is_padded
         def forward(self, ids: Tensor) -> Tensor:
             logits = self.net(ids if is_padded else ids[:, :-1]).flatten(0, 1)
             targets = F.pad(ids, (0, 1), value=ignored)[:, 1:] if is_padded else ids[:, 1:]
-            return F.cross_entropy(logits, targets.flatten(), ignore_index=ignored)
+            return F.cross_entropy(logits, targets.flatten(), ignore_index=ignored, reduction=reduction).mean()
 
     graph = capture_graph(Language(), tokens)
     found = run(

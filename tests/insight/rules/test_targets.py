@@ -356,9 +356,21 @@ class Adversaries(nn.Module):
         return of_discriminator - F.softplus(self.discriminator(fake)).mean()
 
 
+class Repeated(nn.Module):
+    """A layer that gets the data and then its own output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.discriminator = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.discriminator(torch.tanh(self.discriminator(x))).mean()
+
+
 def of_generator(last: nn.Module, low: float, high: float, *, records: int = 4) -> Examination:
-    """Return a run of a GAN whose data have a range."""
-    examination = Examination(of_batch(capture_graph(Adversaries(last), torch.randn(8, 5))))
+    """Return a run of a GAN whose data have a range, or of a :class:`Repeated`."""
+    net = last if isinstance(last, Repeated) else Adversaries(last)
+    examination = Examination(of_batch(capture_graph(net, torch.randn(8, 5))))
     for step in range(records):
         examination.add(record("activations", step, {("", "batch[0]"): {"min": low, "max": high}}, recorder="batch"))
         examination.add(record("activations", step, {("discriminator", "out"): {}}))
@@ -373,6 +385,7 @@ def of_generator(last: nn.Module, low: float, high: float, *, records: int = 4) 
         (nn.Tanh(), -1.0, 1.0, False),
         (nn.Tanh(), -0.5, 2.8, False),  # standardized
         (nn.Identity(), 0.0, 255.0, False),
+        (Repeated(), 0.0, 255.0, False),
     ],
 )
 def test_data_beyond_the_range_of_a_generator(last: nn.Module, low: float, high: float, is_wrong: bool) -> None:

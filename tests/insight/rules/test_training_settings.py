@@ -335,6 +335,17 @@ def test_a_learning_rate_far_below_the_given_one(rates: list[float], about: dict
     assert all(words in each.verdict for each in found)
 
 
+@pytest.mark.parametrize(("first", "is_wrong"), [(0, True), (20, False)])
+def test_a_learning_rate_of_a_resumed_training(first: int, is_wrong: bool) -> None:
+    """Records that begin in the second half of a training do not show the begin of its schedule."""
+    examination, about = Examination(), {"groups": [{"initial_lr": 1e-3}], "planned_steps": 28}
+    for step in range(first, 28):
+        examination.add(record("activations", step, {("fc", "out"): {"rms": 1.0}}))
+        sites = {("fc", "weight"): {"rms": 0.25, "learning_rate": 1e-6}, ("fc", "weight.grad"): {"rms": 1e-3}}
+        examination.add(record("parameters", step, sites, about=about))
+    assert [each.rule for each in examination.findings()].count("warmup-too-long") == is_wrong
+
+
 def test_weights_of_zero_are_no_gradients_that_were_cleared() -> None:
     """If all weights are zero, they stop the gradients of each other, and the loop is not blamed."""
     for value, rule in ((0.0, "constant-weight"), (1.0, "nothing-moves")):

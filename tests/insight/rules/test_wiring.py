@@ -269,6 +269,9 @@ class Skip(nn.Module):
         (lambda up, skip: torch.cat([up[:, :1], up[:, :1]], 1), False),
         (lambda up, skip: torch.cat([torch.ones(8, 2, 5)] * 2, 1), False),
         (lambda up, skip: torch.cat(up.split(2, 1), 1), False),  # two parts of one output
+        (lambda up, skip: torch.relu(torch.cat([up, up], 1)), True),
+        (lambda up, skip: torch.cat([up, up], 1) + torch.cat([skip, up], 1), False),  # a wider residual connection
+        (lambda up, skip: sum(torch.cat([up, up], 1).chunk(2, 1)), False),  # two streams
     ],
 )
 def test_a_tensor_that_is_joined_with_itself(join: Callable[[Tensor, Tensor], Tensor], is_wrong: bool) -> None:
@@ -287,6 +290,7 @@ def test_a_tensor_that_is_joined_with_itself(join: Callable[[Tensor, Tensor], Te
         ((8, 3, 8, 8), lambda x: x.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5).reshape(8, 4, 48), False),
         ((8, 3, 8, 8), lambda x: x.view(8, 24, 8), False),  # rows of pixels
         ((8, 1, 8, 8), lambda x: x.view(8, 4, 16), False),  # runs of two rows of pixels
+        ((8, 2, 8, 8), lambda x: x.view(8, 16, 8), False),  # the steps of two series
     ],
 )
 def test_patches_that_a_view_makes(shape: tuple[int, ...], function: Function, is_wrong: bool) -> None:
