@@ -58,8 +58,8 @@ def fit_view(
     Isolated tensors, the parameters and buffers of closed calls, functions that compute nothing (:data:`PLUMBING`), and
     functions whose results reach neither an output nor the loss are removed. So are functions that compute one number
     only from numbers, and the keys and values that are returned for a later call. Four or more functions that compute a
-    constant become one node, so do the additions of a sum of five or more tensors, and repeated blocks are folded. Then
-    the greatest depth at which the view fits is used.
+    constant or update tensors become one node, so do the additions of a sum of five or more tensors, and repeated
+    blocks are folded. Then the greatest depth at which the view fits is used.
 
     Four rules apply without ``depth``. The view has at most a quarter of ``max_nodes`` more edges than nodes, or twelve
     more, if such a view exists, so that a reader can follow its branches. A block of five or more parts is closed if
