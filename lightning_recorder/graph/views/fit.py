@@ -23,6 +23,7 @@ from lightning_recorder.graph.views.drop import (
     drop_zeros,
     hide,
     join_sums,
+    with_differences,
     without,
 )
 from lightning_recorder.graph.views.fold import contents_of, fold_by_forms
@@ -247,7 +248,7 @@ def _essential(graph: Graph, folded: Callable[[Graph], Graph], *, shapes: bool, 
     def joined(view: Graph) -> Graph:
         if constants:
             return folded(view)
-        view = folded(join_constants(join_updates(view if dead else drop_numbers(view))))
+        view = folded(join_constants(join_updates(with_differences(view if dead else drop_numbers(view)))))
         summed = join_sums(view)
         return view if summed is view else folded(summed)
 
