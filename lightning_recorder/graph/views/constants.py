@@ -103,9 +103,7 @@ def join_updates(graph: Graph) -> Graph:
         users.setdefault(edge.source, set()).add(edge.target)
     target = {node.id: node.id for node in graph.nodes}
     joined: dict[int, Node] = {}
-    place: dict[int, int] = {}
-    """By function that computes a new value: the index of the value among the outputs of the joined node."""
-    for run, results in chain(((run, []) for run in _updates(graph)), _steps(graph)):
+    for run, number in chain(((run, 0) for run in _updates(graph)), _steps(graph)):
         inside = {node.id for node in run}
         taken = dict.fromkeys(edge.source for node in run for edge in graph.into(node))
         tensors = [graph[each] for each in taken if graph[each].kind in _OF_MODEL]
@@ -114,25 +112,18 @@ def join_updates(graph: Graph) -> Graph:
         for each in tensors:
             target.pop(each.id, None)
         target |= dict.fromkeys(inside, run[-1].id)
-        place |= {node.id: number for number, node in enumerate(results)}
         names = dict.fromkeys([*(each.name for each in tensors), *(name for node in run for name in node.tied)])
         # Functions may also change a tensor that they made themselves, such as a table.
         changes = any(graph[each].kind == "parameter" for each in taken) or any(node.tied for node in run)
         note = f"{len(run)} {UPDATE if changes else CONSTANT}"
-        if results and not (changes and any(map(_writes, run))):
-            note = f"{len(run)} functions, {len(results)} {UPDATED}"
-        name, outputs = f"{run[0].name} … {run[-1].name}", tuple(meta for node in results for meta in node.outputs)
-        joined[run[-1].id] = replace(run[-1], name=name, note=note, arguments=(), outputs=outputs, tied=tuple(names))
+        if number and not (changes and any(map(_writes, run))):
+            note = f"{len(run)} functions, {number} {UPDATED}"
+        name = f"{run[0].name} … {run[-1].name}"
+        joined[run[-1].id] = replace(run[-1], name=name, note=note, arguments=(), outputs=(), tied=tuple(names))
     if not joined:
         return graph
     nodes = [joined.get(node.id, node) for node in graph.nodes if target.get(node.id) == node.id]
-    edges = [
-        replace(edge, source=target[edge.source], outputs=(place[edge.source],) if place[edge.source] else ())
-        if edge.source in place
-        else edge
-        for edge in graph.edges
-    ]
-    return rebuilt(graph, nodes, target, edges)
+    return rebuilt(graph, nodes, target)
 
 
 _OF_MODEL = ("parameter", "buffer")
@@ -168,8 +159,8 @@ def _updates(graph: Graph) -> Iterator[list[Node]]:
             run, known = [], set()
 
 
-def _steps(graph: Graph) -> Iterator[tuple[list[Node], list[Node]]]:
-    """Yield the functions of each step along gradients, and those of them that compute the new values."""
+def _steps(graph: Graph) -> Iterator[tuple[list[Node], int]]:
+    """Yield the functions of each step along gradients, and the number of tensors that the step updates."""
     for call in (graph.root, *graph.module_calls()):
         children = graph.children(call)
         for at, gradient in enumerate(children):
@@ -199,7 +190,7 @@ def _steps(graph: Graph) -> Iterator[tuple[list[Node], list[Node]]]:
             is_plain = any(map(_writes, run)) or not any(node.note.startswith(_NO_GRADIENT) for node in run)
             is_step = shapes[0] == shapes[1] and all(node.id in updated for node in results)
             if len(run) >= _LEAST and is_plain and is_step:
-                yield run, results
+                yield run, len(results)
 
 
 def _may_join(node: Node) -> bool:
