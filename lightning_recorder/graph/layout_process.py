@@ -3,7 +3,7 @@
 If Graphviz laid out all sheets together, it would align their nodes, and a tall node on one sheet would make a gap on
 all others. Each sheet is laid out several times, with its statements in different orders. The best layout has the
 fewest edge crossings. It also has the fewest pairs of modules, inputs or outputs beside each other in the wrong order,
-with the later one on the left.
+with the later one on the left. Among equally good layouts, the narrowest one is the best.
 
 The script runs in its own process and imports neither torch nor this package, so it starts in 0.1 s. Its arguments are
 the path of ``dot`` or the folder of ``pygraphviz``, the document, and the paths of the pictures.
@@ -172,7 +172,7 @@ def beside_each_other(renderer: str, sheets: Sheets, start: float) -> tuple[str,
         upwards = ["graph [rankdir=BT]"] if sheets.between and len(made) == 1 else []
         settings = [*sheets.settings, 'graph [label=""]', *upwards]
         flat = direction in ("LR", "RL")
-        orders = Orders(renderer, settings, part, marked, flat)
+        orders = Orders(renderer, settings, part, marked, flat=flat, narrow=not sheets.between)
         source, layout = arranged(renderer, orders.source(orders.best(start)), start)
         source = mirror(source, layout) if orders.is_mirrored(layout) else source
         keep_inside(layout)
@@ -212,11 +212,15 @@ class Orders:
     """Lays out a sheet with its statements in different orders, to find the best one.
 
     Graphviz has no attribute to place one frame to the left of another. But the order of the statements affects where
-    the contents of a frame are placed.
+    the contents of a frame are placed. With ``narrow``, the narrowest of equally good layouts is the best one. One side
+    of a U-Net is not made narrow, since its edges could then lie between the two sides.
     """
 
-    def __init__(self, renderer: str, settings: list[str], part: list[str], edges: list[str], flat: bool) -> None:
-        self._renderer, self._settings, self._part, self._edges, self._flat = renderer, settings, part, edges, flat
+    def __init__(
+        self, renderer: str, settings: list[str], part: list[str], edges: list[str], *, flat: bool, narrow: bool
+    ) -> None:
+        self._renderer, self._settings, self._part, self._edges = renderer, settings, part, edges
+        self._flat, self._narrow = flat, narrow
         self._turn = children_of(part, only_named=True)
 
     def best(self, start: float) -> list[str]:
@@ -226,7 +230,8 @@ class Orders:
         faults = self._faults(layout)
         for change in (self._backwards, self._put_in_turn, self._put_in_turn):
             before = worked_s()
-            if not faults or before - start > _QUICK_S / 4:
+            is_good = not faults[0] and (change != self._backwards or not self._narrow)
+            if is_good or before - start > _QUICK_S / 4:
                 break
             other = change(best, layout)
             changed = self._layout(other)
@@ -245,10 +250,12 @@ class Orders:
     def _layout(self, part: list[str]) -> Any:
         return json.loads(draw(self._renderer, self.source(part), ["json0"])[0])
 
-    def _faults(self, layout: Any) -> int:
+    def _faults(self, layout: Any) -> tuple[int, int]:
+        """Return the number of faults of a layout, and its size across the flow if a narrow layout is wanted."""
         turned = len(self._reversed(layout))
         turned = turned if self._flat else min(turned, len(self._beside(layout)) - turned)
-        return 2 * crossed(layout) + turned
+        box = [float(each) for each in layout["bb"].split(",")][int(self._flat) :]
+        return 2 * crossed(layout) + turned, round(box[2] - box[0]) if self._narrow else 0
 
     def _beside(self, layout: Any) -> list[tuple[str, str]]:
         """Return the pairs of named nodes and frames that are beside each other in a frame, in execution order."""

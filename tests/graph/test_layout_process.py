@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from lightning_recorder.graph.layout_process import (
     Frame,
+    Orders,
     children_of,
     crossed,
     crossings,
@@ -17,6 +20,7 @@ from lightning_recorder.graph.layout_process import (
     place,
     points_of,
     reordered,
+    worked_s,
 )
 
 # A frame from x=0 to x=200, with a title of 60 points between two cells of one point, at heights from 80 to 100.
@@ -149,6 +153,33 @@ def test_statements_in_another_order() -> None:
     found = reordered(statements, {"": ["cluster_2", "n1"], "cluster_2": ["n5", "n3"]})
     places = [1, 2, 5, 4, 3, 6, 0, 7]
     assert found == [statements[place] for place in places]
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize(("size", "crossing", "best"), [(90, False, "21"), (100, False, "12"), (90, True, "12")])
+def test_the_narrower_of_two_good_layouts(
+    flat: bool, size: int, crossing: bool, best: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among layouts with equal faults, the smallest one across the flow is chosen, otherwise the first one.
+
+    In a U-Net, the first one is chosen.
+    """
+    statements = {name: f"n{name} [label=<<b>a</b>>]" for name in "12"}
+    first, second = [[statements[name] for name in order] for order in ("12", "21")]
+    edges = [
+        {"tail": 1, "head": 2, "pos": "e,100,0 0,100 30,70 60,40 100,0"},
+        {"tail": 3, "head": 4, "pos": "e,0,0 100,100 70,70 40,30 0,0"},
+    ]
+
+    def layout(_: Orders, part: list[str]) -> Any:
+        across = 100 if part == first else size
+        wide, high = (500, across) if flat else (across, 500)
+        return {"bb": f"0,0,{wide},{high}", "edges": edges if crossing and part == second else []}
+
+    monkeypatch.setattr(Orders, "_layout", layout)
+    for narrow in (True, False):
+        found = Orders("", [], first, [], flat=flat, narrow=narrow).best(worked_s())
+        assert found == ([statements[name] for name in best] if narrow else first)
 
 
 def test_a_mirrored_layout() -> None:

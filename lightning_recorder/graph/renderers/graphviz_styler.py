@@ -19,7 +19,7 @@ from lightning_recorder.graph.renderers.details import (
     source_link,
 )
 from lightning_recorder.graph.renderers.escape import dot_attribute, dot_label
-from lightning_recorder.graph.views.constants import CONSTANT, UPDATE
+from lightning_recorder.graph.views.constants import CONSTANT, UPDATE, UPDATED
 from lightning_recorder.graph.views.dense import DENSE
 from lightning_recorder.graph.views.ports import CHAIN
 from lightning_recorder.graph.views.show_unused import NEVER_CALLED
@@ -256,7 +256,7 @@ def _label(node: Node, graph: Graph, *, shapes: bool, details: Iterable[str] = (
     lines = [_bold(name) if node.kind in _PROMINENT else dot_label(name)] if name else []
     if about := labels.class_and_size(node) if node.kind in ("module", "op") else node.type_name:
         lines.append(small(about))
-    if node.note.endswith((NEVER_CALLED, DENSE, CONSTANT, UPDATE)) and "note" not in details:
+    if node.note.endswith((NEVER_CALLED, DENSE, CONSTANT, UPDATE, UPDATED)) and "note" not in details:
         lines.append(small(node.note))
     further = labels.same_weights(node, graph), labels.unused(node, graph), labels.shown_dilations(node, graph)
     lines += [small(each) for each in further if each]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_recorder.graph.model import IN_PLACE, RECOMPUTED, VMAPPED, Edge, Graph, Node
-from lightning_recorder.graph.views.constants import UPDATE
+from lightning_recorder.graph.views.constants import UPDATE, UPDATED
 from lightning_recorder.graph.views.dilations import dilations_in
 from lightning_recorder.graph.views.forms import parameter_counts
 
@@ -193,7 +193,7 @@ def tied_to(node: Node) -> str:
     """Return the names of the tensors that a node shares with other modules; empty if there are none."""
     if not node.tied:
         return ""
-    names, most = (_outermost(node.tied), _MOST_MODULES) if node.note.endswith(UPDATE) else (node.tied, 1)
+    names, most = (_outermost(node.tied), _MOST_MODULES) if node.note.endswith((UPDATE, UPDATED)) else (node.tied, 1)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return (
         f"{'uses' if node.kind in ('op', 'backward') else 'tied to'} {', '.join(map(_shortened, names[:most]))}{more}"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 
 from lightning_recorder.graph.model import IN_PLACE, RECOMPUTED, VMAPPED, Graph, Node
 from lightning_recorder.graph.views.rebuild import rebuilt
 
-__all__ = ["CONSTANT", "UPDATE", "drop_numbers", "join_constants", "join_updates"]
+__all__ = ["CONSTANT", "UPDATE", "UPDATED", "drop_numbers", "join_constants", "join_updates"]
 
-CONSTANT, UPDATE = "functions, no input", "functions that change parameters"
+CONSTANT, UPDATE, UPDATED = "functions, no input", "functions that change parameters", "updated tensors"
 """The ends of the notes of nodes that replace several functions."""
 
 _LEAST = 4  # minimum number of functions to join
@@ -87,10 +88,12 @@ def drop_numbers(graph: Graph) -> Graph:
 
 
 def join_updates(graph: Graph) -> Graph:
-    """Join four or more functions that change parameters into one node, such as the update of a moving average.
+    """Join four or more functions that update tensors into one node. The node lists the tensors that only it uses.
 
-    The functions are consecutive, in one call, and take only parameters, buffers and each other's results. The node
-    lists the parameters and buffers that only these functions use.
+    The functions are consecutive and in one call. There are two kinds of updates. One changes parameters, such as a
+    moving average. It takes only parameters, buffers and the results of its functions. The other is a step along
+    gradients, such as an inner step of MAML. It also takes the gradients and the tensors that they belong to, and
+    computes one new value for each of these tensors.
 
     Args:
         graph: A view that is not folded.
@@ -100,19 +103,22 @@ def join_updates(graph: Graph) -> Graph:
         users.setdefault(edge.source, set()).add(edge.target)
     target = {node.id: node.id for node in graph.nodes}
     joined: dict[int, Node] = {}
-    for run in _updates(graph):
+    for run, number in chain(((run, 0) for run in _updates(graph)), _steps(graph)):
         inside = {node.id for node in run}
         taken = dict.fromkeys(edge.source for node in run for edge in graph.into(node))
         tensors = [graph[each] for each in taken if graph[each].kind in _OF_MODEL]
         # A tensor that another function reads stays a node, unless the reader is the layer that owns the tensor.
         tensors = [each for each in tensors if all(one in inside or _owns(graph[one], each) for one in users[each.id])]
         for each in tensors:
-            del target[each.id]
+            target.pop(each.id, None)
         target |= dict.fromkeys(inside, run[-1].id)
         names = dict.fromkeys([*(each.name for each in tensors), *(name for node in run for name in node.tied)])
         # Functions may also change a tensor that they made themselves, such as a table.
         changes = any(graph[each].kind == "parameter" for each in taken) or any(node.tied for node in run)
-        name, note = f"{run[0].name} … {run[-1].name}", f"{len(run)} {UPDATE if changes else CONSTANT}"
+        note = f"{len(run)} {UPDATE if changes else CONSTANT}"
+        if number and not (changes and any(map(_writes, run))):
+            note = f"{len(run)} functions, {number} {UPDATED}"
+        name = f"{run[0].name} … {run[-1].name}"
         joined[run[-1].id] = replace(run[-1], name=name, note=note, arguments=(), outputs=(), tied=tuple(names))
     if not joined:
         return graph
@@ -124,9 +130,9 @@ _OF_MODEL = ("parameter", "buffer")
 _NO_GRADIENT = "stops the gradient"  # prefix of a function's note
 
 
-def _changes(node: Node) -> bool:
-    """Return True for a function that changes a tensor, or whose note says that it stops the gradient."""
-    return node.name == "set_data" or node.note == IN_PLACE or node.note.startswith(_NO_GRADIENT)
+def _writes(node: Node) -> bool:
+    """Return True for a function that changes a tensor."""
+    return node.name == "set_data" or node.note == IN_PLACE
 
 
 def _owns(node: Node, tensor: Node) -> bool:
@@ -141,20 +147,55 @@ def _updates(graph: Graph) -> Iterator[list[Node]]:
         for node in [*graph.children(call), None]:
             if node is not None and node.kind in _OF_MODEL:
                 continue
-            if node is not None and node.kind == "op" and not (node.failed or node.parameters or _is_random(node)):
+            if node is not None and _may_join(node):
                 sources = {edge.source for edge in graph.into(node)}
                 is_free = all(each in known or graph[each].kind in _OF_MODEL for each in sources)
-                if (
-                    is_free
-                    and not node.note.startswith((RECOMPUTED, VMAPPED))
-                    and (not run or node.scope == run[0].scope)
-                ):
+                if is_free and (not run or node.scope == run[0].scope):
                     run.append(node)
                     known.add(node.id)
                     continue
-            if len(run) >= _LEAST and any(map(_changes, run)):
+            if len(run) >= _LEAST and any(_writes(each) or each.note.startswith(_NO_GRADIENT) for each in run):
                 yield run
             run, known = [], set()
+
+
+def _steps(graph: Graph) -> Iterator[tuple[list[Node], int]]:
+    """Yield the functions of each step along gradients, and the number of tensors that the step updates."""
+    for call in (graph.root, *graph.module_calls()):
+        children = graph.children(call)
+        for at, gradient in enumerate(children):
+            if gradient.kind != "backward" or len(gradient.outputs) < 2:
+                continue
+            tensors = {edge.source for edge in graph.into(gradient)[1:]}  # the first source is the loss
+            known = {gradient.id, *tensors}
+            run: list[Node] = []
+            updated = set[int]()
+            """The functions that depend on one of the tensors."""
+            inner = set[int]()
+            for node in children[at + 1 :]:
+                if node.kind in _OF_MODEL:
+                    continue
+                sources = {edge.source for edge in graph.into(node)}
+                is_free = all(each in known or graph[each].kind in _OF_MODEL for each in sources)
+                if not (_may_join(node) and is_free and (sources or node.tied) and node.scope == gradient.scope):
+                    break
+                run.append(node)
+                known.add(node.id)
+                inner |= sources
+                if node.tied or not sources.isdisjoint(tensors | updated):
+                    updated.add(node.id)
+            results = [node for node in run if node.id not in inner]
+            shapes = [sorted(str(meta) for node in nodes for meta in node.outputs) for nodes in ([gradient], results)]
+            # A function that stops the gradient inside a step stays visible, except before a parameter is changed.
+            is_plain = any(map(_writes, run)) or not any(node.note.startswith(_NO_GRADIENT) for node in run)
+            is_step = shapes[0] == shapes[1] and all(node.id in updated for node in results)
+            if len(run) >= _LEAST and is_plain and is_step:
+                yield run, len(results)
+
+
+def _may_join(node: Node) -> bool:
+    is_apart = node.failed or node.parameters or _is_random(node) or node.note.startswith((RECOMPUTED, VMAPPED))
+    return node.kind == "op" and not is_apart
 
 
 def _only_for(last: Node, graph: Graph, users: dict[int, set[int]], constant: set[int]) -> list[Node]:

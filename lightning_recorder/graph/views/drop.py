@@ -21,6 +21,7 @@ __all__ = [
     "drop_zeros",
     "hide",
     "join_sums",
+    "with_differences",
     "without",
 ]
 
@@ -152,6 +153,26 @@ def drop_zeros(graph: Graph) -> Graph:
     kept = [node for node in graph.nodes if node.id not in past]
     edges = [_led_past(edge, past, graph) for edge in graph.edges if edge.target not in past]
     return rebuilt(graph, kept, {node.id: node.id for node in kept}, edges) if past else graph
+
+
+def with_differences(graph: Graph) -> Graph:
+    """Replace ``rsub`` by ``sub`` where a tensor is subtracted from the number 0 and the next ``sub`` takes the result.
+
+    A loop that subtracts a term in each step starts so. Its first step is then equal to the others.
+
+    Args:
+        graph: A view that is not folded.
+    """
+    users: dict[int, list[Edge]] = {}
+    for edge in graph.edges:
+        users.setdefault(edge.source, []).append(edge)
+    nodes = list(graph.nodes)
+    for place, node in enumerate(nodes):
+        if node.name == "rsub" and node.arguments in (_ZERO, (("other", "0.0"),)) and len(users.get(node.id, ())) == 1:
+            user = graph[users[node.id][0].target]
+            if user.name == "sub" and not user.arguments and graph.into(user)[0].source == node.id:
+                nodes[place] = replace(node, name="sub", arguments=(("input", "0"),), autograd=user.autograd)
+    return replace(graph, nodes=tuple(nodes))
 
 
 def join_sums(graph: Graph) -> Graph:

@@ -23,6 +23,7 @@ from lightning_recorder.graph.views.drop import (
     drop_zeros,
     hide,
     join_sums,
+    with_differences,
     without,
 )
 from lightning_recorder.graph.views.fold import contents_of, fold_by_forms
@@ -58,8 +59,8 @@ def fit_view(
     Isolated tensors, the parameters and buffers of closed calls, functions that compute nothing (:data:`PLUMBING`), and
     functions whose results reach neither an output nor the loss are removed. So are functions that compute one number
     only from numbers, and the keys and values that are returned for a later call. Four or more functions that compute a
-    constant become one node, so do the additions of a sum of five or more tensors, and repeated blocks are folded. Then
-    the greatest depth at which the view fits is used.
+    constant or update tensors become one node, so do the additions of a sum of five or more tensors, and repeated
+    blocks are folded. Then the greatest depth at which the view fits is used.
 
     Four rules apply without ``depth``. The view has at most a quarter of ``max_nodes`` more edges than nodes, or twelve
     more, if such a view exists, so that a reader can follow its branches. A block of five or more parts is closed if
@@ -247,7 +248,7 @@ def _essential(graph: Graph, folded: Callable[[Graph], Graph], *, shapes: bool, 
     def joined(view: Graph) -> Graph:
         if constants:
             return folded(view)
-        view = folded(join_constants(join_updates(view if dead else drop_numbers(view))))
+        view = folded(join_constants(join_updates(with_differences(view if dead else drop_numbers(view)))))
         summed = join_sums(view)
         return view if summed is view else folded(summed)
 

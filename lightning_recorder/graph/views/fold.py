@@ -35,8 +35,8 @@ def fold_repeats(graph: Graph, least: int = 3, *, contents: Graph | None = None)
 
     A unit is one or more consecutive siblings. A unit that occurs at least ``least`` times in a row is kept once, with
     the number of occurrences in ``repeats``. A unit of several siblings gets a frame: a module call without a name. Two
-    occurrences suffice for a unit of calls that contain other nodes, and for six or more functions that take a result
-    of the unit before.
+    occurrences suffice for a unit of calls that contain other nodes. They also suffice for six or more functions, or a
+    unit that computes gradients, that take a result of the unit before.
 
     Units are equal if their classes, functions, parameters, dtypes and contents are equal, and if the edges inside them
     are equal. Each unit must also take its inputs from the same nodes outside the units, or from one of the four units
@@ -205,7 +205,8 @@ class _Fold:
         opened = [nodes[part].kind == "module" and part in children for part in unit]
         nested = any(opened)
         is_nameless = all(nodes[part].kind == "op" and not nodes[part].parameters for part in unit)
-        is_step = is_nameless and run.length >= _LONG and not run.parallel
+        along_gradients = any(nodes[part].kind == "backward" and nodes[part].outputs for part in unit)
+        is_step = not run.parallel and (along_gradients or (is_nameless and run.length >= _LONG))
         if run.times < (2 if all(opened) or is_step else self._least):
             return False
         if run.times == 2 and (nested or is_step):

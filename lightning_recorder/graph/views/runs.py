@@ -85,13 +85,13 @@ def merged_ports(
         return merge_deep_ports(ports)
     first = siblings.graph.nodes[node]
     exact = first.kind == "op" if exact is None else exact
-    return merge_ports(ports[0], ports[1], exact=exact, from_zero=_adds_zero(first))
+    return merge_ports(ports[0], ports[1], exact=exact, from_zero=_is_from_zero(first))
 
 
-def _adds_zero(node: Node) -> bool:
-    """Return True for a function that adds 0 to a tensor, such as the first addition of Python's ``sum``."""
-    operands = (value for name, value in node.arguments if name in ("input", "other"))
-    return node.kind == "op" and node.name == "add" and any(value in ("0", "0.0") for value in operands)
+def _is_from_zero(node: Node) -> bool:
+    """Return True for a function that adds a tensor to 0, as Python's ``sum`` does first, or subtracts it from 0."""
+    known = {"add": ("input", "other"), "sub": ("input",)}.get(node.name, ())
+    return node.kind == "op" and any(name in known and value in ("0", "0.0") for name, value in node.arguments)
 
 
 def _equally_named(siblings: Siblings, start: int, length: int, times: int) -> int:

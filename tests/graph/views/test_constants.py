@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_recorder.graph import Graph, capture_graph, fit_view
 from lightning_recorder.graph.model import IN_PLACE
 from lightning_recorder.graph.renderers.labels import tied_to
-from lightning_recorder.graph.views.constants import CONSTANT, UPDATE, join_constants
+from lightning_recorder.graph.views.constants import CONSTANT, UPDATE, UPDATED, join_constants
 from tests.graph.nets import Net, X, linear
 
 
@@ -181,3 +181,71 @@ def test_functions_of_parameters_with_a_gradient_stay() -> None:
     net.scale = nn.Parameter(torch.ones(4, 4))
     view = fit_view(capture_graph(net, X))
     assert [node.name for node in view.nodes if node.kind == "op"] == ["mul", "exp", "sin", "cos", "matmul"]
+
+
+@pytest.mark.parametrize("way", ["new values", "with a decay", "in place", "detached"])
+def test_a_step_along_gradients_is_one_node(way: str) -> None:
+    """The functions that compute a new value for each parameter from its gradient are one node, with all its edges.
+
+    If functions stop the gradient, all of them are shown.
+    """
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        loss = net.fc(x).square().mean()
+        weights = net.fc.weight, net.fc.bias
+        gradients = torch.autograd.grad(loss, weights, create_graph=way != "in place")
+        if way == "in place":
+            with torch.no_grad():
+                for weight, gradient in zip(weights, gradients, strict=True):
+                    weight.sub_(gradient * 0.1)
+            return loss  # type: ignore[no-any-return]  # the attributes of a Net are not declared
+        if way == "detached":
+            gradients = tuple(gradient.detach() for gradient in gradients)
+        decay = 0.9 if way == "with a decay" else 1
+        pairs = zip(weights, gradients, strict=True)
+        weight, bias = (weight * decay - gradient * 0.1 for weight, gradient in pairs)
+        return F.linear(x.neg(), weight, bias)
+
+    view = fit_view(capture_graph(Net(forward, fc=linear()).requires_grad_(), X))
+    nodes = [(node.name, node.note) for node in view.nodes if node.kind == "op" and "functions" in node.note]
+    if way == "in place":
+        assert nodes == [("mul … sub", f"4 {UPDATE}")]
+    elif way == "detached":
+        assert nodes == []
+        assert [node.note for node in view.nodes if node.name == "detach"] == 2 * ["stops the gradient: detach"]
+    else:
+        assert nodes == [("mul … sub", f"6 functions, 2 {UPDATED}")]
+        (step,) = (node for node in view.nodes if node.note.endswith(UPDATED))
+        assert sorted(step.tied) == ["fc.bias", "fc.weight"]
+        ends = [(view[edge.source].name, view[edge.target].name) for edge in (*view.into(step), *view.out_of(step))]
+        assert ends == [("grad", "mul … sub"), ("mul … sub", "linear")]
+        assert [edge.multiplicity for edge in (*view.into(step), *view.out_of(step))] == [2, 2]
+
+
+@pytest.mark.parametrize("steps", [3, 5])
+def test_steps_along_gradients_are_a_loop(steps: int) -> None:
+    """Two or more steps that update the tensors of the step before are drawn once, with their number."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        weights = dict(net.fc.named_parameters())
+        for _ in range(steps):
+            loss = torch.func.functional_call(net.fc, weights, (x,)).square().mean()
+            gradients = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+            pairs = zip(weights.items(), gradients, strict=True)
+            weights = {name: weight - gradient * 0.1 for (name, weight), gradient in pairs}
+        return torch.func.functional_call(net.fc, weights, (x.neg(),))  # type: ignore[no-any-return]
+
+    view = fit_view(capture_graph(Net(forward, fc=linear()).requires_grad_(), X))
+    assert [node.repeats for node in view.nodes if view.children(node)] == [1, steps - 1]
+
+
+def test_derivatives_are_no_step() -> None:
+    """Functions of several gradients that compute no new value of each tensor stay apart, as in a residual."""
+
+    def forward(net: Any, x: Tensor, t: Tensor) -> Tensor:
+        u = net.fc(x + t)
+        by_x, by_t = torch.autograd.grad(u.sum(), (x, t), create_graph=True)
+        return by_t + x * by_x - 0.1 * by_x * t
+
+    graph = capture_graph(Net(forward, fc=linear()), X.clone().requires_grad_(), X.clone().requires_grad_())
+    assert _functions(fit_view(graph))[2:] == ["mul", "add", "mul", "mul", "sub"]

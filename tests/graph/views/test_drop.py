@@ -139,6 +139,33 @@ def test_additions_of_zero_are_left_out() -> None:
     assert view.left_out == ("1 zero addition",)
 
 
+@pytest.mark.parametrize(("start", "names"), [(0.0, ["sub", "neg"]), (0, ["sub", "neg"]), (1, ["rsub", "sub", "neg"])])
+def test_a_loop_that_subtracts_from_zero_is_folded(start: float, names: list[str]) -> None:
+    """The first step, which subtracts a term from the number 0, is equal to the others. Another number stays."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        total: Any = start
+        for layer in net.layers:
+            total = total - layer(x)
+        return total.neg()  # type: ignore[no-any-return]  # as above
+
+    view = fit_view(capture_graph(Net(forward, layers=nn.ModuleList(linear() for _ in range(5))), X))
+    assert [node.name for node in view.nodes if node.kind == "op"] == names
+    ends = "sub <- sub ×4 next, layers.0 ×5" if names[0] == "sub" else "sub <- rsub first, sub ×3 next, layers.1 ×4"
+    assert f"{ends}\n" in outline(view)
+
+
+def test_a_difference_from_zero_that_is_subtracted_stays() -> None:
+    """If ``0 - x`` is the second operand of a subtraction, or has several users, it is no start of a loop."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        one, other = 0 - net.first(x), 0 - net.second(x)
+        return x.exp() - one + (other - x) * other.cos()  # type: ignore[no-any-return]  # as above
+
+    view = fit_view(capture_graph(Net(forward, first=linear(), second=linear()), X))
+    assert [node.name for node in view.nodes if node.name in ("sub", "rsub")] == ["rsub", "rsub", "sub", "sub"]
+
+
 @pytest.mark.parametrize(("terms", "joined"), [(9, True), (5, True), (4, False)])
 def test_a_long_sum_is_one_addition(terms: int, joined: bool) -> None:
     """Four or more additions in another order than their terms, as of the terms of a loss, become one addition."""
