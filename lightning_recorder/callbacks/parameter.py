@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
+from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from lightning_recorder.callbacks.activation import ActivationRecorder
@@ -176,7 +177,7 @@ class ParameterRecorder(StatisticsCallback):
         # Lightning does not see the steps of an optimizer that was unwrapped from LightningOptimizer, so the recorder
         # observes the optimizers.
         if not is_automatic(pl_module):
-            recorder.optimizers = tuple(trainer.optimizers)
+            recorder.optimizers = (*trainer.optimizers, *_inner(trainer.optimizers))
         if isinstance(trainer.gradient_clip_val, (int, float)):
             algorithm = trainer.gradient_clip_algorithm or "norm"
             recorder.facts = {
@@ -192,6 +193,14 @@ class ParameterRecorder(StatisticsCallback):
     @override
     def _counts_overflow(self) -> bool:
         return True
+
+
+def _inner(optimizers: list[Optimizer]) -> Iterator[Optimizer]:
+    """Yield the optimizers that wrappers such as SAM step, with the parameter groups of the wrapper."""
+    for each in optimizers:
+        for value in vars(each).values():
+            if isinstance(value, Optimizer) and value.param_groups is each.param_groups:
+                yield value
 
 
 def _plan(trainer: Trainer) -> dict[str, Any]:

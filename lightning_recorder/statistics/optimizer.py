@@ -321,13 +321,14 @@ class OptimizerRecorder(BaseStatisticsRecorder):
     def before_step(self, optimizer: Optimizer, factor: float = 1.0) -> None:
         """Record the tensors before a step, and arrange to record the updates after the step.
 
-        A no-op during a step of the same optimizer, for example in the closure of LBFGS.
+        A no-op during a step of the same optimizer, for example in the closure of LBFGS, or of one that wraps it.
 
         Args:
             optimizer: The optimizer of the step.
             factor: The factor that the gradients are multiplied by.
         """
-        if not self._attached or any(step.optimizer is optimizer for step in self._steps):
+        groups = optimizer.param_groups
+        if not self._attached or any(step.optimizer.param_groups is groups for step in self._steps):
             return
         with pause_recording(), self._stopwatch or nullcontext():
             parameters = self._parameters_of(optimizer)

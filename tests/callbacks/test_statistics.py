@@ -24,6 +24,7 @@ from lightning_recorder import (
     GradientRecorder,
     MemorySink,
     Outputs,
+    ParameterRecorder,
     RecorderWarning,
     SelectionError,
     default_recorders,
@@ -496,6 +497,43 @@ def test_manual_optimization_is_recorded_once_per_batch(tmp_path: Path) -> None:
     for group in ("activations", "gradients"):
         recorded = [(event.step, event.value) for event in read.Scalars(f"z_recorder/{group}/head/count")]
         assert recorded == [(step, 160.0) for step in (0, 1, 3, 5)]
+
+
+class Sharpness(torch.optim.Optimizer):
+    """A wrapper such as SAM, whose inner optimizer has its parameter groups and makes the step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.1)
+        self.param_groups = self.inner.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
+        self.inner.step()
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_steps_of_an_optimizer_inside_of_another_one(tmp_path: Path, is_whole: bool) -> None:
+    """With manual optimization, the steps of the inner optimizer of a wrapper are recorded, each of them once."""
+
+    class Manual(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            optimizer: Any = self.optimizers(use_pl_optimizer=False)
+            optimizer.zero_grad()
+            self.manual_backward(F.cross_entropy(self(batch[0]), batch[1]))
+            (optimizer if is_whole else optimizer.inner).step()
+
+        def configure_optimizers(self) -> Any:
+            return Sharpness(self.parameters())
+
+    sink, model = MemorySink(), Manual()
+    recorder = ParameterRecorder("head", statistics=["count"], every_n_train_steps=1, sinks=[sink])
+    fit(model, tmp_path, [recorder], logger=False, max_epochs=1)
+    assert list(sink.scalars["parameters/head/bias.update/count"].values()) == [10.0] * 6
+    assert hooks_left(model) == []
 
 
 def test_a_second_fit_records_again(tmp_path: Path) -> None:

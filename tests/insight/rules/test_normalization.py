@@ -261,7 +261,8 @@ class EncodedAgain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         code = self.encoder(x)
-        return (self.encoder(self.decoder(code)) - code).square().sum()
+        loss: Tensor = (self.encoder(self.decoder(code)) - code).square().sum()
+        return loss
 
 
 @pytest.mark.parametrize(

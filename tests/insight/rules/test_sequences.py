@@ -487,7 +487,7 @@ def test_calls_that_begin_with_zeros_for_a_reason(net: nn.Module, is_wrong: bool
 
 
 def by_norm(x: Tensor) -> Tensor:
-    return x / x.norm(dim=-1, keepdim=True)
+    return x.div(x.norm(dim=-1, keepdim=True))
 
 
 @pytest.mark.parametrize("is_fused", [False, True])

@@ -364,7 +364,8 @@ class Repeated(nn.Module):
         self.discriminator = nn.Linear(5, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.discriminator(torch.tanh(self.discriminator(x))).mean()
+        mean: Tensor = self.discriminator(torch.tanh(self.discriminator(x))).mean()
+        return mean
 
 
 def of_generator(last: nn.Module, low: float, high: float, *, records: int = 4) -> Examination:
