@@ -18,7 +18,7 @@ from lightning_recorder.insight.recorded_step import LOSSES, RecordedStep, found
 from lightning_recorder.insight.recorded_step import listed as listed_shape
 from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.insight.rules.blocks import attention_layers
-from lightning_recorder.insight.rules.sequences import treats_positions_alike
+from lightning_recorder.insight.rules.sequences import RECURRENT, treats_positions_alike
 from lightning_recorder.insight.rules.small_updates import FEWEST_VALUES, TOLERANCE, are_new
 from lightning_recorder.records.table import Floats
 
@@ -354,7 +354,8 @@ def sees_later_keys(
     usual="0",
     why="The mask lets each position see the token that it has to predict. It will not when the model generates text.",
     next="Hide the keys behind the query: pass is_causal=True, or a mask that is True up to the diagonal only.",
-    false_alarms="Encoders beside a decoder: if any stack hides later keys, nothing is found.",
+    false_alarms="Encoders beside a decoder: if any stack hides later keys, or a recurrence decodes the states of "
+    "another one, nothing is found.",
     needs=("activations",),
     records=2,
     explains=dict.fromkeys(("sees-the-target", "unlike-siblings"), _ANY),
@@ -366,7 +367,9 @@ def attends_the_target(
     layers = [heads[0] for heads in layers_of(evidence, evidence.heads).values()]
     placed = [each for each in layers if len(_last(each, "attention_future", persistence))]
     see = [_all(_last(each, "attention_future", persistence), share) for each in placed]
-    if placed and all(see) and _predicts_next(evidence, persistence, targets):
+    step = step_of(evidence)
+    recurrences = {step.owner(node) for node in step.operations if node.name in RECURRENT}
+    if placed and all(see) and len(recurrences) < 2 and _predicts_next(evidence, persistence, targets):
         head = placed[-1]
         later = float(head.attention_future[-1])
         verdict = (

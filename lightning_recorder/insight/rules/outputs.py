@@ -328,8 +328,8 @@ def attention_collapse(
         is_attention = not view.is_last and (not view.shape or view.shape[-1] >= entries)
         is_attention = is_attention and view.module not in probabilities
         # A head may learn to attend to one position, such as the previous token, so only a softmax that was sharp from
-        # the start counts. Its rms grows with its sharpness.
-        is_learned = (view.rms[:1] < first * view.rms[-1:]).any()
+        # the start counts. Its std grows with its sharpness, while its mean stays.
+        is_learned = (view.std[:1] < first * view.std[-1:]).any()
         if is_attention and not is_learned and len(shares) >= persistence and min(shares) > share:
             verdict = f"{shares[-1]:.0%} of the attention of {site_title(*view.site)} lies on single positions"
             yield view.found(verdict, "rms", share=shares[-1])

@@ -27,7 +27,7 @@ from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.insight.rules.blocks import attention_layers
 
 _ANY = ("any",)
-_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _PRODUCTS = ("matmul", "bmm")
 _MASKS = ("masked_fill", "where", "add", "clamp")
 _CLOSE = 0.01
@@ -431,7 +431,7 @@ def state_not_carried(evidence: Evidence) -> Iterator[Finding]:
         sources, shape = step.sources(node), shape_of(node) or ()
         is_cell = node.name in _CELLS
         # The length, since a batch of one sample may be a whole sequence.
-        is_step = node.name in _RECURRENT and len(shape) == 3 and shape[setting(node, "batch_first") == "True"] == 1
+        is_step = node.name in RECURRENT and len(shape) == 3 and shape[setting(node, "batch_first") == "True"] == 1
         if is_cell or is_step:
             given = sources[1] if len(sources) > 1 else None
             is_new = given is None or given.kind == "parameter" or given.name in ("zeros", "zeros_like", "new_zeros")
@@ -459,13 +459,13 @@ def _are_joined(step: RecordedStep, calls: list[Node]) -> bool:
 
 _FEWEST_CALLS = 4
 _CELLS = ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
-_JOINS = ("linear", ATTENTION, *_RECURRENT, *_CELLS)
+_JOINS = ("linear", ATTENTION, *RECURRENT, *_CELLS)
 
 
 def _slice_of(step: RecordedStep, node: Node) -> int | None:
     """Return the id of the sequence of which the input of a node is a part; None if a recurrence made it."""
     before = [step.graph[each] for each in step.ancestors(node)]
-    if any(each.name in (*_RECURRENT, *_CELLS) and each.kind == "op" for each in before):
+    if any(each.name in (*RECURRENT, *_CELLS) and each.kind == "op" for each in before):
         return None
     parts = [each for each in before if each.name in ("getitem", "select", "narrow", "unbind", "split", "chunk")]
     return max((each.id for part in parts for each in step.sources(part)[:1] if part.kind == "op"), default=None)
@@ -491,7 +491,7 @@ def padding_is_read(
     """Yield a finding if the state after the padding of a sequence is used, and hardly differs between samples."""
     step = step_of(evidence)
     for node in step.operations:
-        tokens, states = step.behind(node) if node.name in _RECURRENT else None, shape_of(node, 1)
+        tokens, states = step.behind(node) if node.name in RECURRENT else None, shape_of(node, 1)
         if tokens is None or tokens.name != "embedding" or setting(tokens, "padding_idx") in ("", "None"):
             continue
         zeros = evidence.output(step.owner(tokens)).zero_fraction[-persistence:]

@@ -224,7 +224,7 @@ def test_a_head_that_training_has_made_sharp(first: float, rules: list[str]) -> 
     """Attention to single positions is a finding if it was as sharp in the first record, and not if it was learned."""
     counts, edges = np.histogram([0.95, 0.05, 0.01, 0.01], bins=np.linspace(-1, 1, 81))
     histogram = Histogram(edges, counts, 0.01, 0.95, 1.02, 0.9052)
-    layers: dict[str, Values] = {"act": {"rms": [first, *[0.3] * 7]}, "fc": {}}
+    layers: dict[str, Values] = {"act": {"std": [first, *[0.3] * 7]}, "fc": {}}
     found = run(layers, graph=chain("act", "fc", act="Softmax"), histograms={("act", "out"): histogram})
     assert [each.rule for each in found] == rules
 

@@ -562,3 +562,32 @@ def test_the_first_token_behind_causal_attention(
     assert len(found) == is_wrong
     if found:
         assert "reads the output at the first of 6 positions alone" in found[0].verdict
+
+
+class Copies(nn.Module):
+    """A decoder with attention to the states of an encoder, or to its own."""
+
+    def __init__(self, *, is_apart: bool) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 4), nn.Linear(8, 11)
+        self.decoder = nn.LSTM(4, 4, batch_first=True)
+        self.encoder = nn.LSTM(4, 4, batch_first=True) if is_apart else self.decoder
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, last = self.encoder(self.embedding(x))
+        own = self.decoder(self.embedding(F.pad(x[:, :-1], (1, 0))), last)[0]
+        seen = (own @ states.mT).softmax(-1) @ states
+        return F.cross_entropy(self.head(torch.cat([own, seen], -1)).flatten(0, 1), x.flatten())
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_a_decoder_may_attend_all_states_of_an_encoder(is_apart: bool) -> None:
+    """If a sequence is copied, the next tokens are the target, and the encoder has seen them."""
+    graph = capture_graph(Copies(is_apart=is_apart), tokens)
+    examination = parts({"softmax": [{"future": 0.5}]}, records=8, graph=graph)
+    for row in range(8):
+        sites = {("cross_entropy", "in.target.next"): {"mean": 1.0}}
+        examination.add(record("activations", row * 10, sites, recorder="losses"))
+        examination.add(record("activations", row * 10, {("head", "out"): {}}, recorder="layers"))
+    found = [each.rule for each in examination.findings() if each.rule == "attends-the-target"]
+    assert found == ([] if is_apart else ["attends-the-target"])
