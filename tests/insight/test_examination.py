@@ -218,6 +218,7 @@ _PATHS = {
 _BAD = [STATISTICS.index(name) for name in ("nan_count", "inf_count")]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(st.data(), st.sampled_from([None, "Tanh", "ReLU", "Softmax"]), st.integers(1, 8), st.booleans())
 def test_any_numbers_can_be_examined(data: st.DataObject, kind: str | None, records: int, is_finite: bool) -> None:

@@ -60,6 +60,7 @@ TENSORS = st.tuples(st.sampled_from(SITES), st.sampled_from(["float32", *DTYPES]
 ACTIONS = st.sampled_from(["compare", "reset", "save", "restore", "reload"])
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.lists(TENSORS, min_size=15, max_size=30), ACTIONS), max_size=4))
 def test_shared_rows_give_the_same_states(actions: list[tuple[list[tuple[Site, str, int]], str]]) -> None:
     """Whatever happens in which order, sites that share rows have the states of sites with rows of their own."""

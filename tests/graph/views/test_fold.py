@@ -938,6 +938,7 @@ def test_sizes_of_weights_keep_layers_apart() -> None:
 # Laws.
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(graph=wirings)
 def test_unfolding_gives_back_the_graph(graph: Graph) -> None:
@@ -952,6 +953,7 @@ def test_unfolding_gives_back_the_model(graph: Graph) -> None:
     assert same_graph(unfold(fold_repeats(graph)), graph)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(graph=wirings)
 def test_folding_twice_changes_nothing(graph: Graph) -> None:

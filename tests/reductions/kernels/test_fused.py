@@ -203,6 +203,7 @@ def test_nothing_of_torch_runs() -> None:
     assert state[0] == 100
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_small_numbers_are_left_to_the_training(tmp_path: Path) -> None:
     """Loading the function does not make any thread of the process flush subnormal numbers to zero."""
