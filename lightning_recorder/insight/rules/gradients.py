@@ -455,7 +455,9 @@ def gradient_spike(
             return
 
 
-_WHY_LOW = "A sample that is wrong while the others are learned: the loss of this step is low beside the first one."
+_WHY_LOW = (
+    "The loss of this step is low beside the first one. Then a single wrong sample can make most of the gradient."
+)
 
 
 def _is_low(evidence: Evidence, step: int, low: float) -> bool:

@@ -89,18 +89,18 @@ _AFTERWARDS = 10  # the number of steps after a move of a copy in which a spike 
 
 
 def after_a_copy(finding: Finding, evidence: Evidence) -> Finding:
-    """Return a spike as a note if a copy that moves rarely, such as a target network, has moved just before it."""
+    """Return a spike as a note if a copy that the step uses and that moves rarely has moved just before it."""
     if finding.rule not in _SPIKES or finding.is_note:
         return finding
-    for copy in held_parts(evidence).get("copies", ()):
-        for since, until in copy.get("moves", ()):
+    for copy in _copies(evidence):
+        for since, until in copy.facts.get("moves", ()):
             if since <= finding.first_step <= until + _AFTERWARDS:
-                verdict = f"{finding.verdict}; {copy['copy']} has moved between steps {since} and {until}"
+                verdict = f"{finding.verdict}; {copy.name} has moved between steps {since} and {until}"
                 return replace(finding, severity="note", verdict=verdict, why=_WHY_MOVED, next=_NEXT_MOVED)
     return finding
 
 
-_WHY_MOVED = "A copy that makes the targets of the loss, such as a target network, has moved at once."
+_WHY_MOVED = "The step uses a copy of a trained part, such as a target network, and this copy moved just before it."
 _NEXT_MOVED = "Nothing, if the copy is meant to move at intervals. A small step in each update avoids the jump."
 
 

@@ -56,8 +56,11 @@ def norm_ineffective(evidence: Evidence, *, persistence: int = 2, ratio: float =
         if not _NORMS.fullmatch(view.kind) or view.path != "out":
             continue
         if _is_bias_alone(view, persistence):
-            verdict = f"{view.module} returns its bias, whatever its input is: both have the same mean, min and max"
-            yield replace(view.found(verdict, "rms", rms=view.rms[-1]), why=_WHY_ZERO, next=_NEXT_ZERO)
+            verdict = f"{view.module} returns its bias alone: both have the same mean, min and max"
+            is_zero = len(weight.rms) >= persistence and not weight.rms[-persistence:].any()
+            verdict += "; its weight is zero" if is_zero else ""
+            why = _WHY_ZERO if is_zero else _WHY_BIAS
+            yield replace(view.found(verdict, "rms", rms=view.rms[-1]), why=why, next=_NEXT_ZERO)
             continue
         if not weight:
             continue
@@ -81,6 +84,7 @@ def norm_ineffective(evidence: Evidence, *, persistence: int = 2, ratio: float =
 
 
 _WHY_ZERO = "The weight of the normalization is zero, so that nothing after it depends on its input."
+_WHY_BIAS = "The weight of the normalization is zero, or the values that it normalizes together are all equal."
 _NEXT_ZERO = "Look at the initialization of the weight, and at what sets or freezes it."
 
 

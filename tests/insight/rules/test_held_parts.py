@@ -239,9 +239,17 @@ def test_a_spike_without_a_move_of_a_copy(moves: list[list[int]]) -> None:
     assert (spike.severity, "target" in spike.verdict) == ("warning", False)
 
 
-def spikes_with(moves: list[list[int]]) -> list[Finding]:
+def test_a_spike_after_a_copy_that_the_step_does_not_use() -> None:
+    """An average of weights that the training does not read explains no spike."""
+    (spike,) = spikes_with([[99, 100]], is_used=False)
+    assert spike.severity == "warning"
+
+
+def spikes_with(moves: list[list[int]], *, is_used: bool = True) -> list[Finding]:
     """Return the findings about a spike at step 100, with the steps between which a copy has moved."""
     spike = finding_of_spike([("loss", 30.0, 2.0)], Reading(100, 30, None, None, [], [100]), factor=10)
     examination = of_copy(followed=3, factor=1.0, moves=moves)
     examination.facts = RunFacts(watched=[spike])
+    if not is_used:
+        examination.graph = chain("net", "head")
     return [each for each in examination.findings() if each.rule == "spike"]
