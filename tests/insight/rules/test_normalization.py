@@ -46,16 +46,26 @@ def test_a_normalization_of_embeddings_of_padding(zeros: float, alarm: int) -> N
     assert [each.rule for each in found] == ["norm-ineffective"] * alarm
 
 
-@pytest.mark.parametrize(("most", "alarm"), [([0.25] * 8, 1), ([0.25] * 7 + [0.5], 0)])
-def test_a_normalization_that_returns_its_bias(most: list[float], alarm: int) -> None:
-    """With a frozen weight of zero, the output has the values of the bias in each of the last records."""
+@pytest.mark.parametrize(
+    ("most", "weight", "why"),
+    [
+        ([0.25] * 8, None, ["The weight of the normalization is zero, or"]),  # frozen, so it is not recorded
+        ([0.25] * 8, 1.0, ["The weight of the normalization is zero, or"]),
+        ([0.25] * 8, 0.0, ["The weight of the normalization is zero, so"]),
+        ([0.25] * 7 + [0.5], None, []),
+    ],
+)
+def test_a_normalization_that_returns_its_bias(most: list[float], weight: float | None, why: list[str]) -> None:
+    """If the output has the values of the bias in the last records, the weight is the cause if it is known as zero."""
     values: Values = {"mean": 0.01, "min": -0.5, "rms": 0.2}
     bias: dict[str, Values] = {"norm/bias": {**values, "max": 0.25}}
+    if weight is not None:
+        bias["norm/weight"] = {"rms": weight, "min": weight, "max": weight, "update_ratio": 1e-3}
     graph = chain("a", "norm", "fc", norm="LayerNorm")
     found = run({"a": {}, "norm": {**values, "max": most}, "fc": {}}, None, bias, graph=graph)
-    assert [(each.rule, each.why[:43]) for each in found] == [
-        ("norm-ineffective", "The weight of the normalization is zero, so")
-    ] * alarm
+    found = [each for each in found if each.rule == "norm-ineffective"]
+    assert [each.why[:43] for each in found] == why
+    assert all(each.verdict.endswith("; its weight is zero") == (weight == 0) for each in found)
 
 
 @pytest.mark.parametrize(
